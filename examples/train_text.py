@@ -234,7 +234,7 @@ def measured_peaks(
         return {}
     return {
         name: max(
-            peak_on_cpu(partial(wrap_of, name, planning, part), settings, corpus, played, run.messages)
+            peak_on_cpu(partial(wrap_of, name, planning, part), settings, corpus, played, run.message_specs)
             for played in part_of(name, part, layout).worst
         )
         for name, run in runs.items()

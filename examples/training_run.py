@@ -19,7 +19,7 @@ from examples.text_data import Corpus, batch, masked
 from examples.text_model import Size, Wrap, build
 from osdp.integrations.huggingface import causal_lm_loss, masked_lm_loss
 from osdp.plan.dims import ParallelDims
-from osdp.runtime.pipeline.messages import Messages
+from osdp.runtime.pipeline.messenger import MessageSpecs
 from osdp.runtime.steps import StepRunner
 
 #: Token ids and labels, each of shape ``(samples, length)``.
@@ -90,14 +90,14 @@ class Run:
         held_out_loss: The same after training on text that was never trained on.
         step_seconds: Median time of a step after warm-up.
         peak_bytes: Peak of this process's device allocator over the run; 0 where that is not counted (CPU).
-        messages: Shapes of what stages sent each other, over all processes.
+        message_specs: Shapes of what stages sent each other, over all processes.
     """
 
     losses: tuple[float, ...]
     held_out_loss: float
     step_seconds: float
     peak_bytes: int
-    messages: Messages = field(default_factory=dict)
+    message_specs: MessageSpecs = field(default_factory=dict)
 
 
 def train(name: str, wrap: Wrap, settings: Settings, corpus: Corpus, part: Part) -> Run:
@@ -117,23 +117,23 @@ def train(name: str, wrap: Wrap, settings: Settings, corpus: Corpus, part: Part)
     peak = torch.cuda.max_memory_allocated() if part.device.type == "cuda" else 0
     held_out = _evaluate(model, settings, corpus, part)
     mean = _mean(held_out, part, whole=True)[0]
-    return Run(_mean(losses, part), mean, median(timed), peak, _messages(model, part))
+    return Run(_mean(losses, part), mean, median(timed), peak, _message_specs(model, part))
 
 
 def peak_on_cpu(
-    make_wrap: Callable[[], Wrap], settings: Settings, corpus: Corpus, part: Part, messages: Messages
+    make_wrap: Callable[[], Wrap], settings: Settings, corpus: Corpus, part: Part, message_specs: MessageSpecs
 ) -> int:
     """Peak of live tensor bytes on one rank, in a step under a group that moves no data.
 
     The events of a real gloo group do not add up, so this needs a pass of its own, after all process groups
-    are gone. Stages are told the shapes of their ``messages``, which do not arrive either.
+    are gone. Stages are told the shapes of their ``message_specs``, which do not arrive either.
     """
     wrap: Wrap
 
     def build_step() -> Step:
         model = wrap(build(settings.size, settings.seed))
         if part.layout is not None:
-            _steps(model).messages.update(messages)
+            _steps(model).message_specs.update(message_specs)
         optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate)
         inputs = _share(corpus.train, settings, part, settings.seed, 0)
         return lambda: _step(model, optimizer, inputs, part)
@@ -168,12 +168,12 @@ def _steps(model: nn.Module) -> StepRunner:
     return found
 
 
-def _messages(model: nn.Module, part: Part) -> Messages:
+def _message_specs(model: nn.Module, part: Part) -> MessageSpecs:
     if part.layout is None:
         return {}
-    gathered: list[Messages] = [{} for _ in range(part.world_size)]
-    dist.all_gather_object(gathered, _steps(model).messages)
-    return {kind: shape for messages in gathered for kind, shape in messages.items()}
+    gathered: list[MessageSpecs] = [{} for _ in range(part.world_size)]
+    dist.all_gather_object(gathered, _steps(model).message_specs)
+    return {kind: shape for specs in gathered for kind, shape in specs.items()}
 
 
 def _clip(model: nn.Module) -> None:

@@ -12,7 +12,7 @@ Modules in reading order; start at ``wrapper`` and ``api``:
 - ``resolve``: from the options of ``OSDP`` to a model that runs
 - ``stepped``: what a wrapped model does in whole steps: train, evaluate, predict, generate
 - ``api``: ``make_plan`` and ``make_tensor_plan``: describe, profile, search
-- ``options``: ``PlanOptions``, the keyword options of ``OSDP`` and ``make_plan``
+- ``options``: ``PlanOptions``, the keyword options of ``OSDP`` and ``make_plan``, and what they allow
 - ``inputs``: what callers pass, as the values that planning takes
 - ``model``: what is trained
 - ``hardware``: what devices and links can do

@@ -9,11 +9,9 @@ from torch import nn
 from osdp.comm.objects import on_first_rank
 from osdp.hardware.device_info import DeviceInfo
 from osdp.inputs import (
-    allowed_modes,
     choosable_local_batches,
     make_profiler,
     make_rank_model,
-    make_search_options,
     mesh_to_measure,
     resolve_description,
     resolve_device,
@@ -21,13 +19,21 @@ from osdp.inputs import (
     resolve_stage_device,
     resolve_training,
     samples_of_rank,
-    usable_schedules,
     with_microbatches,
 )
 from osdp.integrations.fairscale import allowed_to_run
 from osdp.model.description import ModelDesc
 from osdp.model.training import Training
-from osdp.options import PlanOptions, check_together, complete, lists_options, schedule_of
+from osdp.options import (
+    PlanOptions,
+    allowed_modes,
+    check_together,
+    complete,
+    lists_options,
+    make_search_options,
+    schedule_of,
+    usable_schedules,
+)
 from osdp.plan.dims import ParallelDims
 from osdp.plan.plan import Plan
 from osdp.plan.tensor_parallel import TensorParallelPlan

@@ -1,7 +1,8 @@
 """What a caller may choose beside the model: each option is declared, documented and given its default here.
 
 ``OSDP`` and ``make_plan`` take ``**options: Unpack[PlanOptions]``, so that editors complete them and type
-checkers see a misspelt one; :func:`lists_options` puts what is said of them into the docstrings of both.
+checkers see a misspelt one; :func:`lists_options` puts what is said of them into the docstrings of both. What
+they leave to the search (schedules, modes, slices) follows from them here too.
 """
 
 import difflib
@@ -15,9 +16,13 @@ from typing import Annotated, Any, TypedDict, TypeVar, cast
 
 import torch
 
+from osdp.hardware.device_info import DeviceInfo
 from osdp.hardware.profile import Profile
+from osdp.model.training import Training
 from osdp.plan.dims import ParallelDims
-from osdp.plan.search_options import SLICES
+from osdp.plan.schedule import split_backward_refused
+from osdp.plan.schedules import ONE_STAGE, SCHEDULE_KINDS
+from osdp.plan.search_options import SLICES, SearchOptions
 from osdp.plan.sharding import Mode
 from osdp.profiler.cache import DEFAULT_CACHE_DIR
 
@@ -175,6 +180,72 @@ def schedule_of(options: PlanOptions) -> str | None:
     if schedule is not None and mode is not None and schedule != mode:
         raise ValueError(f"schedule={schedule!r} and mode={mode!r} are two names of one option: pass one")
     return schedule or mode
+
+
+def usable_schedules(name: str | None, dims: ParallelDims, training: Training) -> tuple[str, ...]:
+    """The schedule that was asked for, or those that can run.
+
+    Raises:
+        ValueError: It is unknown, or cannot run.
+    """
+    alone = dims.dp == dims.tp == 1 and training.param_dtype is None and training.reduce_dtype is None
+    if name is None:
+        if dims.pp == 1:
+            return (ONE_STAGE,)
+        return tuple(known for known, kind in SCHEDULE_KINDS.items() if alone or not kind.splits_backward)
+    if name not in SCHEDULE_KINDS:
+        raise ValueError(f"schedule {name!r} is unknown; there are {', '.join(SCHEDULE_KINDS)}")
+    if SCHEDULE_KINDS[name].splits_backward and not alone:
+        raise split_backward_refused(name, dims.dp, dims.tp)
+    return (name,)
+
+
+def allowed_modes(options: PlanOptions) -> tuple[Mode, ...]:
+    """The modes that may be used.
+
+    Raises:
+        ValueError: The strategy is unknown, has no collectives in two steps or no second backward.
+    """
+    strategy, two_step = options["strategy"], options["two_step"]
+    if options["double_backward"]:
+        if two_step or str(strategy or Mode.NO_SHARD) != Mode.NO_SHARD:
+            other = "two_step=True" if two_step else f"strategy={strategy}"
+            raise ValueError(
+                "double_backward=True keeps everything whole, since a backward that gathers cannot be "
+                f"differentiated: it does not go with {other}"
+            )
+        return (Mode.NO_SHARD,)
+    if two_step and str(strategy) in (Mode.NO_SHARD, Mode.HYBRID_SHARD):
+        raise ValueError(f"two_step=True is for units sharded over all ranks, of which {strategy} has none")
+    if strategy is None:
+        return tuple(Mode)
+    names = [mode.value for mode in Mode]
+    if str(strategy) not in names:
+        raise ValueError(f"strategy {str(strategy)!r} is unknown; there are {', '.join(names)}")
+    return (Mode(str(strategy)),)
+
+
+def make_search_options(allowed: tuple[Mode, ...], options: PlanOptions, device: DeviceInfo) -> SearchOptions:
+    """What the search may use.
+
+    Raises:
+        ValueError: What is forced needs links that are unknown.
+    """
+    two_step = options["two_step"]
+    if (allowed == (Mode.HYBRID_SHARD,) or two_step) and not device.group_sizes:
+        asked = "two_step=True" if two_step else "strategy='HYBRID_SHARD'"
+        raise ValueError(
+            f"{asked} needs groups of ranks, of which DeviceInfo knows no links: pass group_sizes=(2,), for "
+            "example, here or to DeviceInfo.detect(group_sizes=...), which several machines need not"
+        )
+    free = allowed == tuple(Mode) and not two_step
+    return SearchOptions(
+        allowed=allowed,
+        slices=tuple(options["slices"]) if free else (),
+        recompute=options["recompute"] and free,
+        offload=options["offload"],
+        two_step=two_step,
+    )
 
 
 def lists_options(documented: Documented) -> Documented:

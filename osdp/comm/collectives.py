@@ -70,14 +70,14 @@ class TwoStepAllGather(_Temporary, AllGather):
         """Fill ``output_tensor`` with the inputs of all ranks, in rank order."""
         rows, columns = self._grid.shape
         assert group.size() == rows * columns
-        column = input_tensor.new_empty(rows, input_tensor.numel())
+        column = input_tensor.new_empty(rows, input_tensor.numel())  # (rows, shard): this rank's column
         if backend_of(group, column.device) == "gloo":
             self._column = column
         if self._by_exchange:
             _swap([input_tensor] * rows, list(column), self._grid.across)
         else:
             all_gather(column.view(-1), input_tensor, group=self._grid.across)
-        whole = output_tensor.view(rows, -1)
+        whole = output_tensor.view(rows, -1)  # (rows, columns * shard)
         work: dist.Work | None = None
         for row in range(rows):
             # Collectives on one communicator end in the order of their start: waiting for the last is enough.
@@ -128,8 +128,8 @@ class TwoStepReduceScatter(_Temporary, ReduceScatter):
         """Fill ``output_tensor`` with this rank's part of the reduced inputs."""
         rows, columns = self._grid.shape
         assert group.size() == rows * columns
-        parts = input_tensor.view(rows, -1)
-        column = input_tensor.new_empty(rows, output_tensor.numel())
+        parts = input_tensor.view(rows, -1)  # (rows, columns * shard)
+        column = input_tensor.new_empty(rows, output_tensor.numel())  # (rows, shard), summed over this row
         for row in range(rows):
             self._step(column[row], parts[row], op, self._grid.inside)
         # The mean of means over equally large rows is the overall mean, so AVG is applied in both steps;
@@ -300,6 +300,7 @@ class PartExchange:
     def __init__(self, parts: Parts, group: dist.ProcessGroup) -> None:
         self._packed, self._mine = _Packed(parts), group.rank()
         messages, others = self._packed.messages, _others(group)
+        # For each other rank and message: what it sends for this rank's part.
         self._received = [[torch.empty_like(of_ranks[self._mine]) for of_ranks in messages] for _ in others]
         incoming = list(zip(others, self._received, strict=True))
         self._under_way: PendingMessages | None = _start(

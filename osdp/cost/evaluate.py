@@ -53,6 +53,7 @@ def prediction(problem: ShardingProblem, outcome: StepEstimate) -> Prediction:
     """The simulated step as the ``Prediction`` of a plan."""
     # Communication that compute does not hide.
     communication = outcome.seconds - outcome.compute_seconds - outcome.optimizer_seconds
+    # Bytes are rounded up: a plan never promises to need less than was computed.
     return Prediction(
         step_seconds=outcome.seconds,
         compute_seconds=outcome.compute_seconds,
@@ -182,6 +183,7 @@ def _group_of(problem: ShardingProblem, unit: Unit) -> int:
         PlanMismatchError: The links of its shard group are unknown.
     """
     groups = [costs.shard_group for costs in problem.costs.by_group]
+    # A replicated unit is in no shard group; the first, of all ranks, stands for it.
     hybrid = unit.mode is Mode.HYBRID_SHARD
     number = next(
         (

@@ -76,7 +76,7 @@ def clip_grad_norm_(
                 "clipped; pass error_if_nonfinite=False to scale them all the same"
             )
         # 3. Scale.
-        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # the 1e-6 is that of torch's own
         for grad in scaled:
             grad.mul_(factor.to(grad.device))
     return norm
@@ -99,6 +99,7 @@ def _norm_of_shards(
     shards: Mapping[int, list[torch.Tensor]], norm_type: float, device: torch.device
 ) -> torch.Tensor:
     """This rank's part of the norm of all shards; each shard counts once over the ranks that hold it."""
+    # Every rank that holds a shard adds its power to the sum, which is to count it once.
     norms = [
         _local_norm(grads, norm_type, device) / (1 if math.isinf(norm_type) else copies ** (1 / norm_type))
         for copies, grads in shards.items()

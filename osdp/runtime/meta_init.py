@@ -106,6 +106,7 @@ def materialise(
         names = {id(module): name for name, module in model.named_modules()}
         done: set[str] = set()
         for modules in blocks(model):
+            # Seeded by its name, a block gets the same values whatever else is on this rank.
             torch.manual_seed(_seed_of(int(seed.item()), names[id(modules[-1])]))
             _initialise(model, modules, owned, done, mesh, device, param_init_fn)
 

@@ -65,7 +65,7 @@ class Recomputed:
         snapshot = Snapshot(self._modules, (*args, *kwargs.values()), self._device, self._known)
         contexts = _ForwardContext(snapshot), _RecomputeContext(self, snapshot)
         running = checkpoint_forward(module, args, kwargs, contexts)
-        next(running)
+        next(running)  # up to where the forward itself would run; `after` goes on behind it
         self._running.append(running)
 
     def after(self, _module: nn.Module, _args: object, output: Any) -> None:

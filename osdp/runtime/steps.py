@@ -15,7 +15,7 @@ from osdp.runtime.losses import LossFn
 from osdp.runtime.microbatch import Microbatch, split
 from osdp.runtime.pipeline.engine import Pipeline, ReductionPolicy
 from osdp.runtime.pipeline.generation import Generation, Sampling, Sequences
-from osdp.runtime.pipeline.messages import Messages
+from osdp.runtime.pipeline.messenger import MessageSpecs
 from osdp.runtime.running import RunningModel
 from osdp.runtime.token_slices.kv_prefix import KeyValues
 from osdp.runtime.token_slices.slicing import TokenSlicing
@@ -147,9 +147,9 @@ class StepRunner:
         )
 
     @property
-    def messages(self) -> Messages:
+    def message_specs(self) -> MessageSpecs:
         """Shape and dtype of each kind of message between stages so far."""
-        return self._pipeline.messages
+        return self._pipeline.message_specs
 
     def _prepared(
         self,

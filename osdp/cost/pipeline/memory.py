@@ -128,6 +128,7 @@ class _Walk:
                 self._held += stage.received + stage.kept
                 self._forwards[action.stage] += 1
             case ActionKind.BACKWARD:
+                # Its own activations are held already, and part of what it needs.
                 peak = self._held + stage.sent + self._needed(action.stage) - stage.kept
                 self._held -= stage.received + stage.kept
                 self._leave_gradients(action.stage)

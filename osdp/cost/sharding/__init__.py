@@ -12,6 +12,7 @@ Start at :func:`osdp.cost.sharding.simulate.simulate_step`.
 - ``sliced_costs``: operators that run in slices
 - ``offload_costs``: units that are offloaded to host memory
 - ``memory``: bytes alive at each kind of moment: one formula each, with two readers
+- ``end_of_step``: bytes alive at the end of backward and in the optimizer step
 - ``rows``: one moment as a linear function of candidate units
 - ``peaks``: the highest moment of the units of one plan
 - ``time``: time of a step on two resources, device and link

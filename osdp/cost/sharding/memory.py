@@ -75,9 +75,11 @@ def lasting_gradients(units: UnitCosts, settings: StepSettings) -> Gradients:
     # Until they are reduced, gradients of the root unit are unsharded and those of replicated units are in a
     # bucket. Slices are reduced in every backward.
     unreduced = np.where(units.in_root, units.gradient, units.bucket)
+    # One backward: nothing is there before it, and each gradient comes with its unit's backward.
     if settings.microbatches == 1:
         nothing = np.zeros_like(unreduced)
         return Gradients(nothing, np.where(units.sharded, units.gradient_kept, unreduced + units.received))
+    # Reduced in each backward: the sum so far is there throughout, as the optimizer sees it.
     if settings.reduce_each:
         # The previous microbatch's gradients become the bucket, unless they are of another dtype.
         reused = units.sliced | (
@@ -85,6 +87,7 @@ def lasting_gradients(units: UnitCosts, settings: StepSettings) -> Gradients:
         )
         added = np.where(reused, 0.0, unreduced + units.received)
         return Gradients(units.gradient_kept, np.where(units.sharded, 0.0, added))
+    # Reduced in the last backward only: until then a whole unreduced gradient is there throughout.
     return Gradients(np.where(units.sharded | units.in_root, units.accumulated, unreduced), units.received)
 
 
@@ -176,6 +179,7 @@ def _forward(view: View) -> Floats:
     """Bytes during the compute of a region in forward."""
     units, timeline = view.units, view.problem.timeline
     parameters = view.inside(np.where(units.sharded, units.unsharded, units.slice_forward))
+    # The last output held is the running unit's own: only the next copy-out replaces it.
     activations = view.fixed(timeline.forward_peak, view.region) + view.recomputed_forward()
     return activations + view.kept_before() + view.own(parameters) + view.held_output(of_inside=True)
 
@@ -185,6 +189,7 @@ def _unshard(view: View) -> Floats:
     units, timeline = view.units, view.problem.timeline
     parameters = np.where(units.sharded, units.unsharded, 0.0)
     copied = view.at_edge(_gathered(units), lambda: view.inside(parameters))
+    # The moment is the start of operator `region // 2`, whose window is the odd region.
     activations = view.fixed(timeline.forward_start, view.region // 2) + view.recomputed_forward()
     return activations + view.kept_before() + view.own(copied) + view.held_output(of_inside=False)
 
@@ -229,6 +234,7 @@ def _root_prefetch(view: View) -> Floats:
 def _reduce(view: View) -> Floats:
     """Bytes during a gradient reduction, when no earlier reduce-scatter input is held any more."""
     units = view.units
+    # Gradients kept over the microbatches are counted throughout the step already.
     peak = units.reduce_peak - (units.gradient if view.problem.settings.keeps_gradients else 0.0)
     reduced = view.at_edge(peak, lambda: _running(view, lambda: _made(view)))
     activations = view.fixed(view.root.backward.end, view.region // 2) + view.recomputed_backward()
@@ -253,6 +259,7 @@ def _running(
 def _beginning(view: View) -> Floats:
     """Bytes of the unit inside when the backward of a region begins, without gradients of its operator."""
     operator = view.region // 2
+    # Backward begins a unit at its last operator, before any of its gradients: no bucket is there yet.
     unopened = view.inside(2 * view.units.stop - 1) == view.region
     return _running(
         view,
@@ -285,6 +292,7 @@ def _made(view: View, delay: Any = 0.0) -> Floats:
     """
     units, prefix, operator = view.units, view.problem.costs.gradient, view.region // 2
     start, stop = view.inside(units.start), view.inside(units.stop)
+    # Backward runs from the last operator down: those from the running one on have made theirs.
     made = prefix[stop] - prefix[np.minimum(np.maximum(start, operator), stop)]
     running = _gradient_at(view.problem, operator)
     made = made - np.minimum(running, delay)
@@ -298,6 +306,7 @@ def _made(view: View, delay: Any = 0.0) -> Floats:
 def _gradient_at(problem: ShardingProblem, operator: Any) -> Floats:
     """Gradient bytes of an operator; of the last one beyond the chain."""
     prefix = problem.costs.gradient
+    # The gap behind the last operator, region 2K, would be operator K.
     operator = np.minimum(operator, len(prefix) - 2)
     return np.asarray(prefix[operator + 1] - prefix[operator])
 
@@ -326,6 +335,8 @@ def moment_kinds(problem: ShardingProblem) -> tuple[str, ...]:
 
 def edges(kind: str, units: UnitCosts) -> tuple[Bools, Ints]:
     """Which units have a moment of a kind that is no region's, and at which operator; both ``(U,)``."""
+    # Backward enters a unit at its last operator and leaves it at its first, where it is reduced. Units that
+    # are not resharded are still whole then: they have no all-gather in backward.
     if kind == "backward_unshard":
         return units.mode == UnitMode.FULL_SHARD, units.stop - 1
     if kind == "prefetch":
@@ -348,84 +359,3 @@ def scattered_inputs(units: UnitCosts, settings: StepSettings) -> Floats:
     if not settings.keeps_gradients:
         return units.reduce_input
     return np.maximum(units.reduce_input + units.gradient_kept - units.accumulated, 0.0)
-
-
-# -- moments that are one sum over all units --------------------------------------------------------------
-
-
-#: In place of the operator of a final moment, whose gradient is the last that is freed: the copy into the
-#: root unit's reduction, when none is freed yet; and an operator outside the chain.
-COPY_IN, OUTSIDE = -1, -2
-
-
-def last_in_root(problem: ShardingProblem, units: UnitCosts, root: RootUnitCost) -> int:
-    """The operator of the root unit that holds its last parameter, or :data:`OUTSIDE` the chain.
-
-    FSDP2 lists parameters in the order of their modules, which is nearly always that of their first use.
-    """
-    last = int(units.start[_has_gradient_in_root(problem, units)].max(initial=-1))
-    inside = last >= 0 and problem.timeline.chain[last].first > root.last_segment
-    return last if inside else OUTSIDE
-
-
-def _has_gradient_in_root(problem: ShardingProblem, units: UnitCosts) -> Bools:
-    gradient = np.append(problem.costs.last_gradient, 0.0)[units.start]
-    return np.asarray(units.in_root & (gradient > 0))
-
-
-def final_row(
-    problem: ShardingProblem, units: UnitCosts, root: RootUnitCost, gradients: Gradients, operator: int
-) -> tuple[Floats, float]:
-    """Bytes of each unit, and a constant, at the last moment of backward beyond what is alive throughout.
-
-    These are the final reductions, while the root unit is still gathered: the root unit reduces first, then
-    the first unit, whose input needs no gradient. When the root unit's gradients have been copied they are
-    freed, but for the last one, which a variable of FSDP2's loop over them holds until its reduction has
-    ended (``foreach_reduce`` in ``torch.distributed.fsdp._fully_shard._fsdp_collectives``, 2.13).
-
-    Args:
-        problem: The step to plan.
-        units: The units.
-        root: Costs of the operators outside the chain.
-        gradients: The units' gradients.
-        operator: :data:`COPY_IN`, or the answer of :func:`last_in_root`.
-    """
-    first = units.sharded & (units.start == 0)
-    row = np.where(first, units.unsharded + units.gradient, gradients.after)
-    constant = problem.timeline.final - root.unsharded + root.gradient
-    if operator == COPY_IN:
-        row += np.where(units.in_root, units.reduce_input - units.unsharded, 0.0)
-        return row, constant + root.reduce_input
-    row += np.where(units.in_root, units.reduce_peak - units.unsharded, 0.0)
-    constant += root.reduce_peak
-    # A later operator in the root unit would be the last instead: no row exceeds the truth.
-    joined = _has_gradient_in_root(problem, units)
-    if operator == OUTSIDE:
-        firsts = np.array(problem.timeline.bounds[1:-1:2], dtype=np.int64)
-        later = joined & (firsts[units.start] > root.last_segment)
-        return row - np.where(later, root.last_gradient, 0.0), constant + root.last_gradient
-    last = problem.costs.last_gradient[operator]
-    row += np.where(joined & (units.start == operator), last, 0.0)
-    row -= np.where(joined & (units.start > operator), last, 0.0)
-    outside_is_last = root.last_segment > problem.timeline.chain[operator].first
-    return row, constant - (last if outside_is_last else 0.0)
-
-
-def step_row(
-    problem: ShardingProblem, units: UnitCosts, root: RootUnitCost, operator: int
-) -> tuple[Floats, float]:
-    """Bytes of each unit, and a constant, in the optimizer step.
-
-    Where temporaries do not add up, they are those of ``operator``, or of the root if that is negative.
-    """
-    costs, timeline = problem.costs, problem.timeline
-    row = units.state + units.gradient_kept
-    constant = timeline.resident + timeline.final + root.state + root.gradient_kept
-    if costs.temporaries_add:
-        return row + units.temporary, constant + root.temporary
-    if operator < 0:
-        return row, constant + root.temporary
-    has = (units.start <= operator) & (operator < units.stop)
-    of_shards = np.array([in_group.temporary_sharded[operator] for in_group in costs.by_group])
-    one = np.where(units.mode != UnitMode.NO_SHARD, of_shards[units.group], costs.temporary_whole[operator])
-    return row + np.where(has & ~units.offloaded, one, 0.0), constant

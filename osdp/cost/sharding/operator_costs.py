@@ -91,6 +91,7 @@ def _cost_in(
         name: _prefix([column(op, world_size, _computed(op, training)) for op in operators])
         for name, column in _COLUMNS.items()
     }
+    # [operators][trainable parameters]: bytes that one rank's optimizer step updates.
     locals_sharded = [[_shard_bytes(p, world_size) for p in _trainable(op)] for op in operators]
     locals_whole = [[p.nbytes for p in _trainable(op)] for op in operators]
     add = training.implementation(device_kind) != "for-loop"
@@ -98,6 +99,7 @@ def _cost_in(
         **columns,
         state_sharded=_prefix(list(map(partial(_state, training, world_size), operators, locals_sharded))),
         state_whole=_prefix(list(map(partial(_state, training, 1), operators, locals_whole))),
+        # Whole parameters with the states of one shard.
         state_optimizer=_prefix(list(map(partial(_state, training, 1), operators, locals_sharded))),
         local_sharded=_prefix([sum(sizes) for sizes in locals_sharded]),
         local_whole=_prefix([sum(sizes) for sizes in locals_whole]),

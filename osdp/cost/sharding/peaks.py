@@ -7,21 +7,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from osdp.arrays import Floats, Ints
+from osdp.cost.sharding.end_of_step import COPY_IN, final_row, last_in_root, step_row
 from osdp.cost.sharding.memory import (
-    COPY_IN,
     MOMENTS,
     REGION_KINDS,
     PeakMoment,
     always,
     edges,
-    final_row,
-    last_in_root,
     lasting_gradients,
     moment_kinds,
     resharded,
     root_always,
     scattered_inputs,
-    step_row,
 )
 from osdp.cost.sharding.problem import RootUnitCost, ShardingProblem
 from osdp.cost.sharding.strategies import UnitMode
@@ -37,6 +34,7 @@ def step_peaks(
     for operator in (COPY_IN, last_in_root(problem, units, root)):
         row, constant = final_row(problem, units, root, plan.gradients, operator)
         found.append((float(row.sum()) + plan.base + constant, PeakMoment("final", operator)))
+    # Where temporaries are a maximum over operators, it is the larger of the root's and of the chain's.
     for operator in (-1, _largest_temporary(problem, units)):
         row, constant = step_row(problem, units, root, operator)
         found.append((float(row.sum()) + constant, PeakMoment("step", operator)))
@@ -64,6 +62,7 @@ def step_moments(
         values = MOMENTS[kind](view)
         if not buffers and kind in ("unshard", "backward_unshard"):
             values = values - view.inside(units.unsharded)
+        # Forward goes up the regions, backward comes down again.
         for index, region in enumerate(view.region.tolist()):
             place = (0, region) if kind in ("unshard", "forward") else (1, -region)
             found.append(((*place, _ORDER.index(kind)), float(values[index]), view.moment(index)))
@@ -130,12 +129,16 @@ class _Plan:
         self.last_sharded = np.maximum.accumulate(previous)
         self.next_sharded = np.minimum.accumulate(following[::-1])[::-1]
         #: For each region the number of units before it, and the first unit after it, ``(2K + 1,)``.
+        #: A unit is inside from region 2 start + 1 to 2 stop - 1, gaps between its operators included; in a
+        #: gap between two units both numbers are equal.
         self.regions = np.arange(2 * len(problem.timeline.chain) + 1)
         self.low = np.searchsorted(2 * units.stop - 1, self.regions, side="left")
         self.high = np.searchsorted(2 * units.start + 1, self.regions, side="right")
         #: Activations that recomputed blocks drop (negative), what they keep to rerun from in backward and
         #: in forward, and what rerunning needs beyond their backward, in each region, ``(2K + 1,)``.
         again, start, size = problem.timeline.recompute, units.start[units.recomputed], len(self.regions)
+        # Bytes are added in the region where they begin and subtracted in the first one without them: running
+        # sums are the bytes in each. One bin more, for a block that ends behind the last region.
         begins = np.bincount(again.until[start] + 1, again.saving[start], minlength=size + 1)[:size]
         self.dropped: Floats = -np.cumsum(begins, dtype=np.float64)
         self.rerun_input, self.rerun_input_early = (
@@ -180,9 +183,11 @@ class _PlanView:
         return _at(values, self._low)
 
     def at_edge(self, values: Floats, otherwise: Callable[[], Floats]) -> Floats:
+        # Moments of such a kind are made from the edges of the plan's units (`of`): all are at one.
         return self.inside(values)
 
     def fixed(self, values: Floats, index: Ints) -> Floats:
+        # With all that is alive throughout: each formula has exactly one fixed term.
         return np.asarray(self._plan.base + values[index])
 
     def own(self, inside: Floats) -> Floats:
@@ -207,6 +212,8 @@ class _PlanView:
 
     def prefetched(self, *, gathering: bool = False) -> Floats:
         last = self._plan.last_sharded[self._low]
+        # The root unit prefetches as backward begins. Without one, nothing is prefetched before the backward
+        # of a sharded unit has begun.
         ahead = np.where(last >= 0, _at(resharded(self.units, gathering=gathering), last), 0.0)
         return ahead if self.root.has_unit else np.where(self._trigger() < len(self.units.start), ahead, 0.0)
 
@@ -229,6 +236,7 @@ class _PlanView:
         low, high, region = self._low[index], self._high[index], int(self.region[index])
         where = region if self._kind in REGION_KINDS else region // 2
         last, following = self._plan.last_sharded, self._plan.next_sharded
+        # In forward nothing is prefetched or reduced: only the unit gathered last matters.
         if self._kind in ("forward", "unshard"):
             return PeakMoment(self._kind, where, self._start(last[high if self._kind == "forward" else low]))
         neighbours = (last[low], following[high], self._trigger()[index])

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from osdp.arrays import Bools, Floats
+from osdp.cost.sharding.end_of_step import final_row, step_row
 from osdp.cost.sharding.memory import (
     MOMENTS,
     REGION_KINDS,
@@ -20,12 +21,10 @@ from osdp.cost.sharding.memory import (
     PeakMoment,
     always,
     edges,
-    final_row,
     lasting_gradients,
     resharded,
     root_always,
     scattered_inputs,
-    step_row,
 )
 from osdp.cost.sharding.problem import RootUnitCost, ShardingProblem
 from osdp.cost.sharding.units import UnitCosts
@@ -87,16 +86,18 @@ class _RowView:
         return 2 * self.units.start + 1 > self.region
 
     def inside(self, values: NDArray[Any]) -> NDArray[Any]:
-        return values
+        return values  # each candidate as if it were the one inside; `own` takes only those that are
 
     def at_edge(self, values: Floats, otherwise: Callable[[], Floats]) -> Floats:
+        # A candidate may contain the operator without an edge there: then it only has what it computes with.
         has, where = edges(self.moment.kind, self.units)
         return np.where(has & (where == self.moment.where), values, otherwise())
 
     def fixed(self, values: Floats, index: int) -> Floats:
-        return self._row(0.0, values[index])
+        return self._row(0.0, values[index])  # what is alive throughout is added by `memory_row`
 
     def own(self, inside: Floats) -> Floats:
+        # What is neither before nor after contains the moment, which is true of at most one unit of a plan.
         return self._row(np.where(self._before | self._after, 0.0, inside))
 
     def kept_before(self) -> Floats:
@@ -111,7 +112,8 @@ class _RowView:
         gathered = units.sharded & ((first <= self.region) if of_inside else (first < self.region))
         if self.moment.before >= 0:
             return self._row(self._nearest(units.unsharded, gathered, self.moment.before, is_last=True))
-        # No unit has been gathered yet, so it is the root unit's.
+        # No unit has been gathered yet, so it is the root unit's. Any that a plan gathers earlier takes its
+        # place, and subtracts the most that can have been counted.
         joined = np.where(units.in_root, units.unsharded, 0.0)
         most = self.root.unsharded + float(joined.sum())
         return self._row(joined - np.where(gathered, most, 0.0), self.root.unsharded)
@@ -119,7 +121,7 @@ class _RowView:
     def scattered_input(self) -> Floats:
         units, start = self.units, self.moment.after
         if start < 0:
-            return self._row(0.0)
+            return self._row(0.0)  # no reduction has begun
         inputs = scattered_inputs(units, self.problem.settings)
         return self._row(self._nearest(inputs, self._after & units.sharded, start, is_last=False))
 

@@ -116,6 +116,7 @@ def passes(problem: ShardingProblem, units: UnitCosts, root: RootUnitCost) -> Pa
     forward, late = _larger(waits, float(timeline.forward_seconds.sum()))
     # Backward: for each unit, device work until its backward ends, then the link's remaining work.
     done = np.cumsum(seconds_of.backward[::-1])[::-1]
+    # Units earlier in the trace reduce later: all of their link time is still to come.
     link_before = np.cumsum(seconds_of.link) - seconds_of.link
     ends = compute_until(timeline, settings)[units.start] + done + link_before + seconds_of.link_after
     device_only = float(timeline.backward_seconds.sum() + seconds_of.backward.sum())
@@ -133,6 +134,7 @@ def passes(problem: ShardingProblem, units: UnitCosts, root: RootUnitCost) -> Pa
 def step_time(problem: ShardingProblem, units: UnitCosts, root: RootUnitCost) -> tuple[float, CriticalMoment]:
     """Seconds of forward and backward of all microbatches, and where the link determines them."""
     found, settings = passes(problem, units, root), problem.settings
+    # Backwards that only accumulate wait for no reduction: the link determines none of them.
     m, reductions = settings.microbatches, settings.reductions
     seconds = m * found.forward + reductions * found.reducing + (m - reductions) * found.silent
     return seconds, found.cut
@@ -161,6 +163,8 @@ def time_row(
     """
     timeline, settings = problem.timeline, problem.settings
     seconds_of = unit_seconds(units, root, settings, timeline.recompute)
+    # A cut says which function of the maximum counts: either the device alone, or the link until or from a
+    # unit on, with the compute on the other side of it.
     if cut.forward < 0:
         forward, forward_constant = seconds_of.forward, float(timeline.forward_seconds.sum())
     else:
@@ -208,6 +212,8 @@ def compute_until(timeline: Timeline, settings: StepSettings) -> Floats:
 
 
 def _plain_saving(problem: ShardingProblem, units: UnitCosts, root: RootUnitCost) -> float:
+    # All or nothing: if optimizers see a shard of any parameter, the runtime stores all as DTensors
+    # (``osdp.runtime.sharding.storage``).
     has_dtensors = _shards(units, root) or root.steps_in_shards or bool(units.steps_in_shards.any())
     return 0.0 if has_dtensors else problem.plain_saving
 
@@ -226,6 +232,7 @@ class _Outside(NamedTuple):
 
 
 def _outside_seconds(units: UnitCosts, root: RootUnitCost, settings: StepSettings) -> _Outside:
+    # The root unit's collectives come before and after all others, so their time is simply added.
     hooks = settings.unit_overhead if root.has_unit else 0.0
     # Hooks take about as long in forward as in backward.
     half = settings.pass_overhead / 2

@@ -150,8 +150,12 @@ class Timeline:
         # Backward goes from the last segment to the first: what arrives at a segment is alive for all earlier
         # ones.
         there = np.cumsum(arriving[::-1])[::-1]
+        # Row i of `live` is what the backward of segment i has left: an operator begins with what the segment
+        # behind its last has left, and ends with what its own first leaves.
         firsts, ends = np.array(self.bounds[1:-1:2], dtype=int), np.array(self.bounds[2:-1:2], dtype=int)
         live = self.backward_live + there
+        # A segment's own gradients join those of later ones at its first gradient, when some of what its
+        # backward began with may be freed already.
         high = np.maximum(self.backward_high + there[1:], self.backward_late + there[:-1])
         return Backward(_region_max(high, self.bounds), live[ends], live[firsts])
 
@@ -194,6 +198,7 @@ def build_timeline(model_desc: ModelDesc, profile: Profile, ranks_per_core: int 
     # 2. Regions: the windows of the chain's operators and the gaps between them.
     chain, root = split_operators(model_desc)
     firsts = np.array([op.first for op in chain], dtype=int)
+    # Edges in turn of a gap and of an operator, so that the operators have the odd regions.
     bounds = [0, *(edge for op in chain for edge in (op.first, op.last + 1)), len(found)]
     high = downs[1:] + np.array(down_peaks)
     late_peaks = _peaks_from(down_peaks, [p.gradient_peak_bytes for p in backward])
@@ -261,6 +266,7 @@ def gradient_arrivals(timeline: Timeline, model_desc: ModelDesc, training: Train
         using = [i for i in window if operator.name in model_desc.segments[i].operators]
         # Backward goes from the last segment to the first.
         first = max(using, default=operator.last)
+        # Backward comes through later segments of the window before: there is no gradient of it yet.
         late[first], given[first] = timeline.backward_late[first], timeline.backward_given[first]
         late[first + 1 : operator.last + 1] = given[first + 1 : operator.last + 1] = EMPTY
         for module, nbytes in gradients_at_once(operator, training).items():
@@ -315,7 +321,9 @@ def _recompute(
     count = len(chain)
     names = ("saving", "excess", "rerun_input", "rerun_input_early", "seconds")
     floats = {name: np.zeros(count) for name in names}
+    # Behind all regions where there is no block.
     until, possible = np.full(count, 2 * count + 1, dtype=np.int64), np.zeros(count, dtype=bool)
+    # The profile may be of another batch than the description, whose shapes grow with it.
     scale = local_batch / model_desc.local_batch
     for block, start, stop in _whole_blocks(chain):
         inside = model_desc.block_segments[block]
@@ -334,7 +342,7 @@ def _recompute(
         held_on = given if released is None else released(local_batch)
         saving = walk.up[b] - walk.up[a] - handed_on - held_on - random_state
         if saving <= 0:
-            continue
+            continue  # what is kept for the rerun is as much as the activations
         # Rerunning the forward, after the block's activations were dropped, peaks as its first run did.
         again = walk.down[b] - saving + float(np.max(walk.up_high[a:b] - walk.up[a]))
         last = chain[stop - 1]

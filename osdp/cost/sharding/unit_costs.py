@@ -5,16 +5,18 @@ contiguous unit is a difference of prefix sums. Sources: FSDP2's buffers as in `
 (2.13), the communication volumes of ZeRO (Rajbhandari et al., SC 2020, arXiv 1910.02054).
 """
 
-from collections.abc import Sequence
-from dataclasses import fields
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from osdp.arrays import Floats, Ints
+from osdp.arrays import Bools, Floats, Ints
 from osdp.cost.sharding.offload_costs import in_host_memory
 from osdp.cost.sharding.operator_costs import OperatorCosts
+from osdp.cost.sharding.shard_groups import ShardGroup
 from osdp.cost.sharding.strategies import UnitMode
 from osdp.cost.sharding.units import UnitCosts
 from osdp.hardware.device_info import DeviceInfo
@@ -65,41 +67,21 @@ def _cost_units_in(
 ) -> UnitCosts:
     """Memory and time of units of one shard group."""
     shard_group = costs.shard_group
-    # 1. What kind of unit each is; `own` have collectives of their own, not the root unit's.
     mode, slices, num_kept, recomputed, offloads, group = strategies.T
-    offloaded = offloads > 0
-    keeps, reshards = mode == UnitMode.SHARD_GRAD_OP, mode == UnitMode.FULL_SHARD
-    own, steps_in_shards = keeps | reshards, mode == UnitMode.SHARD_OPTIMIZER
-    in_shards = mode != UnitMode.NO_SHARD  # the optimizer's step
-    sharded = in_shards & ~steps_in_shards
-
-    def span(prefix: Floats) -> Floats:
-        return prefix[b] - prefix[a]
-
-    # 2. Bytes of gradients and of the buffers of their reduction.
-    gather, reduce, average = shard_group.gather, shard_group.reduce, shard_group.average
+    kinds = _UnitKinds.of(mode)
+    offloaded, sharded = offloads > 0, kinds.sharded
+    span = partial(_span, start=a, stop=b)
+    # 1. Gradients and the buffers of their reduction. The copy-in holds all gradients; afterwards only the
+    #    last parameter's gradient is alive next to the output.
     reduce_input, bucket, count = span(costs.reduce_input), span(costs.bucket), span(costs.num_trainable)
-    unsharded = span(costs.unsharded)
-    trains, casts_gradient = count > 0, span(costs.num_cast) > 0
-    # The copy-in holds all gradients; afterwards only the last parameter's gradient is alive next to the
-    # output.
+    unsharded, casts_gradient = span(costs.unsharded), span(costs.num_cast) > 0
     last = np.append(costs.last_gradient, 0.0)[b - 1]
     beside = shard_group.reduce_buffers * reduce_input
     copies = span(costs.copy_in) + _range_max(costs.cast_in, a, b)
     copying = np.maximum(span(costs.gradient) + copies, last + beside)
-    # 3. Seconds of a gradient reduction. Latencies of the root unit are counted once, in its RootUnitCost.
-    reduce_sharded = np.where(trains, own * shard_group.reduce_latency + reduce_input / reduce.bandwidth, 0.0)
-    if shard_group.across is not None:
-        reduce_sharded = reduce_sharded + reduce_input / costs.world_size / shard_group.across.bandwidth
-    by_exchange = steps_in_shards & shard_group.route.by_exchange
-    exchanged, averaged = (link.latency + bucket / link.bandwidth for link in (reduce, average))
-    reduce_whole = np.where(trains, np.where(by_exchange, exchanged, averaged), 0.0)
-    # 4. Temporaries of the optimizer step: a sum over units; of a for-loop optimizer a maximum, found
-    #    elsewhere.
-    additive = costs.temporaries_add
-    temporaries = (
-        [span(costs.temporary_sharded), span(costs.temporary_whole)] if additive else [np.zeros(len(a))] * 2
-    )
+    # 2. Time of the reduction and of the optimizer's step.
+    reduce_seconds = _reduce_seconds(shard_group, kinds, reduce_input, bucket, count > 0)
+    step = _optimizer_step(costs, kinds, span, count)
     units = UnitCosts(
         start=a,
         stop=b,
@@ -108,45 +90,131 @@ def _cost_units_in(
         recomputed=recomputed > 0,
         offloaded=offloaded,
         state=np.select(
-            [sharded, steps_in_shards],
+            [sharded, kinds.steps_in_shards],
             [span(costs.state_sharded), span(costs.state_optimizer)],
             span(costs.state_whole),
         ),
         unsharded=np.where(sharded, unsharded, span(costs.low_precision)),
-        gather_buffers=np.where(own, shard_group.gather_buffers * unsharded + span(costs.cast), 0.0),
+        gather_buffers=np.where(kinds.own, shard_group.gather_buffers * unsharded + span(costs.cast), 0.0),
         gradient=span(costs.gradient),
         casts_gradient=casts_gradient,
-        reduce_input=np.where(sharded, reduce_input + np.where(own, 0.0, copies), 0.0),
+        # The copy into the root unit's reduction is a moment of its own (osdp.cost.sharding.end_of_step).
+        reduce_input=np.where(sharded, reduce_input + np.where(kinds.own, 0.0, copies), 0.0),
         reduce_peak=np.where(
-            sharded, reduce_input + np.where(own, copying, beside - span(costs.gradient)), 0.0
+            sharded, reduce_input + np.where(kinds.own, copying, beside - span(costs.gradient)), 0.0
         ),
         accumulated=bucket,
         gradient_kept=np.where(sharded, span(costs.gradient_sharded), span(costs.gradient_whole)),
         bucket=np.where(sharded, 0.0, bucket),
-        received=np.where(by_exchange, (1 - 1 / costs.world_size) * reduce_input, 0.0),
+        # Each other rank sends its contribution to this rank's shard.
+        received=np.where(kinds.by_exchange(shard_group), (1 - 1 / costs.world_size) * reduce_input, 0.0),
         num_gradients=count,
         largest_gradient=np.where(
             # The only gradient of a bucket is the bucket, unless it is reduced in another dtype.
-            own | (~np.bool_(costs.accumulates) & (sharded | ((count <= 1) & ~casts_gradient))),
+            kinds.own | (~np.bool_(costs.accumulates) & (sharded | ((count <= 1) & ~casts_gradient))),
             0.0,
             _range_max(costs.largest_gradient, a, b),
         ),
-        gather_seconds=np.where(sharded, own * gather.latency + unsharded / gather.bandwidth, 0.0),
-        reduce_seconds=np.where(sharded, reduce_sharded, reduce_whole),
-        step_seconds=costs.optimizer.per_dtensor * count
-        + costs.optimizer.per_byte * np.where(in_shards, span(costs.local_sharded), span(costs.local_whole))
-        # Updated shards are gathered, whichever way the backend does it faster.
-        + np.where(steps_in_shards & trains, shard_group.exchange_seconds(span(costs.local_whole)), 0.0),
-        kept=np.where(keeps, unsharded, 0.0),
+        # A unit in the root unit adds bytes to its collective, and no latency.
+        gather_seconds=np.where(
+            sharded, kinds.own * shard_group.gather.latency + unsharded / shard_group.gather.bandwidth, 0.0
+        ),
+        reduce_seconds=reduce_seconds,
+        step_seconds=step.seconds,
+        kept=np.where(mode == UnitMode.SHARD_GRAD_OP, unsharded, 0.0),
         num_kept=num_kept,
         slice_forward=np.zeros(len(a)),
         slice_regather=np.zeros(len(a)),
-        temporary=np.where(offloaded, 0.0, np.where(in_shards, *temporaries)),
+        temporary=np.where(offloaded, 0.0, step.temporary),
         group=group,
     )
     if offloaded.any():
         units = in_host_memory(units, costs, device)
     return costs.slices.apply(units, device, costs.optimizer) if units.sliced.any() else units
+
+
+@dataclass(frozen=True, slots=True)
+class _UnitKinds:
+    """What kind of unit each is, arrays of shape ``(U,)``.
+
+    Attributes:
+        own: It has collectives of its own, not the root unit's.
+        sharded: Its parameters are sharded: by itself, in slices or in the root unit.
+        steps_in_shards: Its parameters are whole, and its optimizer states sharded.
+        in_shards: The optimizer updates a shard of it.
+    """
+
+    own: Bools
+    sharded: Bools
+    steps_in_shards: Bools
+    in_shards: Bools
+
+    @classmethod
+    def of(cls, mode: Ints) -> "_UnitKinds":
+        own = (mode == UnitMode.SHARD_GRAD_OP) | (mode == UnitMode.FULL_SHARD)
+        steps_in_shards, in_shards = mode == UnitMode.SHARD_OPTIMIZER, mode != UnitMode.NO_SHARD
+        return cls(own, in_shards & ~steps_in_shards, steps_in_shards, in_shards)
+
+    def by_exchange(self, shard_group: ShardGroup) -> Bools:
+        """Units whose gradients ranks exchange, of which each needs its part alone."""
+        return np.asarray(self.steps_in_shards & shard_group.route.by_exchange)
+
+
+def _reduce_seconds(
+    shard_group: ShardGroup, kinds: _UnitKinds, reduce_input: Floats, bucket: Floats, trains: Bools
+) -> Floats:
+    """Seconds of each unit's gradient reduction, shape ``(U,)``.
+
+    Args:
+        shard_group: The ranks and their links.
+        kinds: What kind of unit each is.
+        reduce_input: Input bytes of its reduce-scatter, if it is sharded.
+        bucket: Bytes of its all-reduce, if it is replicated.
+        trains: Whether it has gradients at all.
+    """
+    reduce, average = shard_group.reduce, shard_group.average
+    # The latency of the root unit is counted once, in its RootUnitCost.
+    scattered = kinds.own * shard_group.reduce_latency + reduce_input / reduce.bandwidth
+    sharded = np.where(trains, scattered, 0.0)
+    if shard_group.across is not None:
+        # Only what the reduce-scatter has left on this rank is all-reduced between groups.
+        sharded = sharded + reduce_input / shard_group.num_shards / shard_group.across.bandwidth
+    exchanged, averaged = (link.latency + bucket / link.bandwidth for link in (reduce, average))
+    whole = np.where(trains, np.where(kinds.by_exchange(shard_group), exchanged, averaged), 0.0)
+    return np.where(kinds.sharded, sharded, whole)
+
+
+class _OptimizerStep(NamedTuple):
+    """Seconds and temporary bytes of each unit's optimizer step, shapes ``(U,)``."""
+
+    seconds: Floats
+    temporary: Floats
+
+
+def _optimizer_step(
+    costs: OperatorCosts, kinds: _UnitKinds, span: Callable[[Floats], Floats], num_trainable: Floats
+) -> _OptimizerStep:
+    """The optimizer step of each unit, on the device."""
+    optimizer = costs.optimizer
+    local_whole = span(costs.local_whole)
+    seconds = (
+        optimizer.per_dtensor * num_trainable
+        + optimizer.per_byte * np.where(kinds.in_shards, span(costs.local_sharded), local_whole)
+        # Updated shards are gathered, whichever way the backend does it faster.
+        + np.where(
+            kinds.steps_in_shards & (num_trainable > 0), costs.shard_group.exchange_seconds(local_whole), 0.0
+        )
+    )
+    if not costs.temporaries_add:
+        # Of a for-loop optimizer they are a maximum over operators, found in osdp.cost.sharding.end_of_step.
+        return _OptimizerStep(seconds, np.zeros(len(num_trainable)))
+    temporary = np.where(kinds.in_shards, span(costs.temporary_sharded), span(costs.temporary_whole))
+    return _OptimizerStep(seconds, temporary)
+
+
+def _span(prefix: Floats, start: Ints, stop: Ints) -> Floats:
+    """The sum over the operators of each unit, from prefix sums."""
+    return prefix[stop] - prefix[start]
 
 
 def _range_max(values: Floats, start: Ints, stop: Ints) -> Floats:

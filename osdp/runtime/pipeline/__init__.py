@@ -8,7 +8,7 @@ Start at :func:`osdp.runtime.pipeline.apply.apply_pipeline`.
 - ``output_shapes``: what a removed module would have returned
 - ``unsharded_stage``: a stage without data parallelism
 - ``engine``: executes a schedule
-- ``messages``: values and gradients between stages
+- ``messenger``: values and gradients between stages
 - ``received_gradients``: a backward that lets go of the gradients it was given
 - ``channels``: communicators of their own for messages
 - ``tied_parameters``: parameters that several stages hold

@@ -237,10 +237,12 @@ def apply_pipeline(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PipelinedM
     shared = _shared(built)
     for stage in built:
         modules = plan.stages[stage.index].modules
+        # Two stages of a rank would shard one parameter twice: each gets one of its own, tied by TiedCopies.
         if not stands_alone(plan):
             _hold_apart(stage.model, taken)
         stages[stage.index] = RunningStage(stage, _applied(stage, plan, mesh))
         equalize_group_count(mesh, device_of(mesh))
+        # After sharding: hooks put first later run earlier, and FSDP2 is to see no placeholders.
         stage.watch(modules)
         homes |= dict.fromkeys(modules, stage)
     if stands_alone(plan):

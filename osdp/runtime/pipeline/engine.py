@@ -21,7 +21,7 @@ from osdp.runtime.losses import LossFn, LossSum, loss_parts
 from osdp.runtime.microbatch import Microbatch
 from osdp.runtime.pipeline import received_gradients
 from osdp.runtime.pipeline.channels import Channel
-from osdp.runtime.pipeline.messages import MessageKey, Messages, Messenger
+from osdp.runtime.pipeline.messenger import MessageKey, MessageSpecs, Messenger
 from osdp.runtime.pipeline.split_backward import WeightPass, backward_inputs
 from osdp.runtime.stages import RunningStage, Stage, StageOutput
 from osdp.runtime.token_slices.kv_prefix import KeyValues, Prefix
@@ -181,9 +181,9 @@ class Pipeline:
         return [step.outputs[index] for index in sorted(step.outputs)]
 
     @property
-    def messages(self) -> Messages:
+    def message_specs(self) -> MessageSpecs:
         """Shape and dtype of each kind of message so far."""
-        return self.mail.known
+        return self.mail.specs
 
     def _run(self, step: StageStep, *, keep: bool = False) -> None:
         order = step.schedule.orders[self.rank]
@@ -241,6 +241,7 @@ class Pipeline:
         for transfer in stage.incoming:
             address = self._address(step, transfer, action.microbatch, back=False)
             tensor = self.mail.take(placement[transfer.source], address)
+            # A leaf of this stage's graph, whose gradient is what goes back.
             received.append(tensor.detach().requires_grad_(transfer.differentiable and step.trains))
         run = partial(_forward, stage, received, microbatch)
         prefix = step.prefix(action)
@@ -301,6 +302,7 @@ class Pipeline:
         self._send_back(
             step, action, [next(given) if t.requires_grad else None for t in flight.received], flight
         )
+        # The second part begins at recorded gradients: what the first began at may be freed.
         flight.sent, flight.loss = (), None
 
     def _backward_weight(self, step: StageStep, action: Action) -> None:
@@ -324,6 +326,7 @@ class Pipeline:
                 continue
             address = self._address(step, transfer, action.microbatch, back=True)
             gradient = self.mail.take(step.schedule.placement[transfer.target], address)
+            # Taken in any case: it was sent. A value may depend on nothing that is trained.
             if tensor.requires_grad:
                 tensors.append(tensor)
                 gradients.append(gradient)
@@ -336,6 +339,7 @@ class Pipeline:
         for transfer, gradient, tensor in zip(stage.incoming, gradients, flight.received, strict=True):
             if transfer.differentiable:
                 address = self._address(step, transfer, action.microbatch, back=True)
+                # The other side waits for a message, whatever became of the value here.
                 given = torch.zeros_like(tensor) if gradient is None else gradient
                 self.mail.send(given, step.schedule.placement[transfer.source], address)
 

@@ -20,7 +20,7 @@ from osdp.runtime.losses import LossSum
 from osdp.runtime.microbatch import Microbatch
 from osdp.runtime.pipeline.channels import tokens_channel
 from osdp.runtime.pipeline.engine import Pipeline, StageStep
-from osdp.runtime.pipeline.messages import MessageKey
+from osdp.runtime.pipeline.messenger import MessageKey
 from osdp.runtime.token_slices.kv_prefix import KeyValues
 from osdp.runtime.token_slices.slicing import MASK
 

@@ -140,6 +140,7 @@ def _node_of(tensor: torch.Tensor) -> Node:
     """The operation that made ``tensor``, or the one that accumulates its gradient if it is a leaf."""
     if tensor.grad_fn is not None:
         return tensor.grad_fn
+    # A leaf has no grad_fn; a view of it leads to the node that accumulates its gradient.
     view: Any = tensor.view_as(tensor).grad_fn
     node: Node = view.next_functions[0][0]
     return node
@@ -179,6 +180,7 @@ def _groups(weights: Sequence[nn.Parameter], users: dict[Node, list[Node]], path
         group = _Group([weight], _joins(_node_of(weight), users, path))
         if not group.joins:
             continue
+        # One more weight may connect groups that had nothing in common before.
         for other in [other for other in groups if other.joins & group.joins]:
             group = _Group([*other.weights, *group.weights], other.joins | group.joins)
             groups.remove(other)

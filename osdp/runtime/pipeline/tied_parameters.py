@@ -61,6 +61,7 @@ class TiedCopies:
         with torch.no_grad():
             gradients = []
             for parameter in self.parameters():
+                # A copy whose stage did not use it takes part: the other ranks wait in the all-reduce.
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
                 gradients.append(parameter.grad)

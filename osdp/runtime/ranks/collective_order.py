@@ -1,14 +1,18 @@
-"""Orders of collectives: positions for units that no rank has run yet, and the nesting of units.
+"""Orders of collectives: whose turn it is, positions for units that no rank has run yet, nesting of units.
 
 An event is one collective of one participant: ``participant * CODES + code``.
 """
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from osdp.model.fqn import is_inside
 from osdp.runtime.ranks.participants import CODES, GATHER, Participant, UnitCollectives
 from osdp.torch_private.fsdp_comms import gathers_in_backward
+
+#: The event that a rank asks for at the end of a pass.
+NOTHING = -1
 
 
 def insert_forward(events: Sequence[int], missing: Sequence[tuple[int, int]], codes: int) -> list[int]:
@@ -126,3 +130,40 @@ def is_gather(event: int, participants: Sequence[Participant]) -> bool:
     """Whether an event is the gather of a sharded unit."""
     index, code = divmod(event, CODES)
     return isinstance(participants[index], UnitCollectives) and code == GATHER
+
+
+def inside_parts(ran: Iterable[int], participants: Sequence[Participant]) -> list[int]:
+    """Participants that may run in a forward of parts of a model: all of those of its parts that ``ran``."""
+    parts = {fqn.split(".")[0] for index in ran for fqn in participants[index].modules}
+    return [
+        index
+        for index, participant in enumerate(participants)
+        if all(any(is_inside(fqn, part) for part in parts if part) for fqn in participant.modules)
+    ]
+
+
+def turn_of(
+    event: int,
+    participants: Sequence[Participant],
+    when: Mapping[int, OrderSpan],
+    ahead: Mapping[int, int],
+) -> tuple[bool, float, int]:
+    """Sorting key of what ranks ask for at one time: the smallest comes next on all of them.
+
+    Args:
+        event: What a rank asks for; the end of the pass comes last.
+        participants: All participants.
+        when: In a backward begin and end of their forwards; empty in a forward, which follows the plan.
+        ahead: By unit the one whose gather in backward it follows at once, since that one prefetches it.
+    """
+    index = event // CODES
+    if index not in when:
+        return event == NOTHING, index, event
+    # A backward is the forward in reverse: a unit is gathered where its forward ended, and reduced where
+    # it began. Most are gathered ahead, right after the unit that ran next in forward: a rank that runs
+    # both would otherwise find what it runs in between before its own gather.
+    if not is_gather(event, participants):
+        return event == NOTHING, -when[index].begin, event
+    if index not in ahead:
+        return False, -when[index].end, event
+    return False, -when[ahead[index]].end + 0.5, event

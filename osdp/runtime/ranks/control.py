@@ -113,6 +113,7 @@ class Control:
         """All-gather pickled objects; returns them in rank order."""
         data = pickle.dumps(mine)
         longest = max(size for (size,) in self.exchange([len(data)], what))
+        # An all-gather takes as much from every rank.
         padded = torch.zeros(longest, dtype=torch.uint8, device="cpu")
         padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         everybody = padded.new_empty(self.size * longest)
@@ -122,6 +123,7 @@ class Control:
     def agree(self, mine: object, what: str) -> bool:
         """Whether ``mine`` has the same ``repr`` on all ranks."""
         digest = hashlib.sha256(repr(mine).encode()).digest()
+        # Seven bytes are the most that surely fit into a signed number of eight.
         numbers = [int.from_bytes(digest[at : at + 7], "big") for at in range(0, 28, 7)]
         return all(theirs == numbers for theirs in self.exchange(numbers, what))
 
@@ -226,6 +228,7 @@ class Control:
         if self._store.add("waiting", 0) < self.size:
             return None
         words = [self._read("waits", rank) for rank in range(self.size)]
+        # Each wait has a serial number: equal words mean that no rank has gone on between the two polls.
         if words == before and len({word["for"] for word in words if word}) > 1:
             lines = "\n".join(f"  rank {r} waits for {w['for']}" for r, w in enumerate(words) if w)
             raise self._give_up(

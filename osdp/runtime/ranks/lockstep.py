@@ -22,8 +22,9 @@ another order.
 """
 
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -31,9 +32,17 @@ import torch.distributed as dist
 from torch import nn
 
 from osdp.comm.messages import PendingMessages
-from osdp.model.fqn import is_inside
 from osdp.runtime.ranks.backward_end import watch_end_of_backward
-from osdp.runtime.ranks.collective_order import OrderSpan, insert_backward, insert_forward, is_gather, spans
+from osdp.runtime.ranks.collective_order import (
+    NOTHING,
+    OrderSpan,
+    insert_backward,
+    insert_forward,
+    inside_parts,
+    is_gather,
+    spans,
+    turn_of,
+)
 from osdp.runtime.ranks.control import Control, LockstepError
 from osdp.runtime.ranks.participants import CODES, Participant, UnitCollectives
 from osdp.torch_private.autograd import in_backward
@@ -42,8 +51,6 @@ from osdp.torch_private.fsdp_comms import set_backward_prefetch
 
 #: First number of an exchange: a rank begins a pass, or asks for a collective.
 _BEGINS, _ASKS = 0, 1
-#: The event that a rank asks for at the end of a pass.
-_NOTHING = -1
 #: Orders of evaluation with more events per participant than this are forgotten; they grow where ranks differ
 #: each time.
 _LONGEST = 8
@@ -93,12 +100,18 @@ class Lockstep:
         self._control = control
         self._root = root
         self._participants = tuple(participants) if control is not None else ()
+        #: By code of a pass: the agreed order, its name, and participants in it that no rank has run.
         self._orders: dict[int, list[int]] = {}
         self._labels: dict[int, str] = {}
         self._unrun: dict[int, list[int]] = {}
+        #: The passes in progress, a backward inside a forward last.
         self._passes: list[_Pass] = []
+        #: Whether a collective is being joined at present, which must not ask for its turn again.
         self._joins = False
+        #: Codes of the forwards whose backward has not run yet: they name that backward.
         self._pending: dict[int, None] = {}
+        #: Whether ranks may be at different passes (at first, after an evaluation, after a fault), so that
+        #: they must first agree on which one begins.
         self._unsure = True
         self._spans: dict[int, OrderSpan] = {}
         #: By unit the one whose gather in backward it follows at once, since that one prefetches it.
@@ -268,10 +281,10 @@ class Lockstep:
             running.has_asked = True
         self._ask(running, event)
 
-    def _join_until(self, running: _Pass, end: int, wanted: int = _NOTHING) -> None:
+    def _join_until(self, running: _Pass, end: int, wanted: int = NOTHING) -> None:
         # A unit that is about to be reduced must have been gathered, and FSDP2 has already resharded it: its
         # gather is not joined again.
-        gathered = wanted // CODES * CODES if running.in_backward and wanted != _NOTHING else _NOTHING
+        gathered = wanted // CODES * CODES if running.in_backward and wanted != NOTHING else NOTHING
         while running.at < end:
             event = running.events[running.at]
             running.at += 1
@@ -292,40 +305,32 @@ class Lockstep:
     def _ask(self, running: _Pass, event: int) -> None:
         """Agree on the next collective with the other ranks, again and again, until ``event`` is chosen."""
         assert self._control is not None
+        turn = partial(
+            turn_of,
+            participants=self._participants,
+            when=self._spans if running.in_backward else {},
+            ahead=self._gathers_ahead,
+        )
         wanted = self._label_of(event)
         what = f"an agreement about {wanted}, which is not in the order so far, in {running.label}"
         while True:
             rows = self._control.exchange([_ASKS, running.code, running.at, event], what)
             if len({tuple(row[:3]) for row in rows}) > 1:
                 raise self._different(f"asks for {wanted} in {running.label}, after {running.at} others")
-            chosen = min((row[3] for row in rows), key=lambda e: self._turn(e, running.in_backward))
-            if chosen != _NOTHING:
+            chosen = min((row[3] for row in rows), key=turn)
+            if chosen != NOTHING:
                 running.events.append(chosen)
                 running.at += 1
             if chosen == event:
                 return
             self._join(running, chosen)
 
-    def _turn(self, event: int, in_backward: bool) -> tuple[bool, float, int]:
-        index = event // CODES
-        if not in_backward or index not in self._spans:
-            return event == _NOTHING, index, event
-        # A backward is the forward in reverse: a unit is gathered where its forward ended, and reduced where
-        # it began. Most are gathered ahead, right after the unit that ran next in forward: a rank that runs
-        # both would otherwise find what it runs in between before its own gather.
-        if not is_gather(event, self._participants):
-            return event == _NOTHING, -self._spans[index].begin, event
-        ahead = self._gathers_ahead.get(index)
-        if ahead is None:
-            return False, -self._spans[index].end, event
-        return False, -self._spans[ahead].end + 0.5, event
-
     def _finish(self, running: _Pass) -> None:
         if not running.has_asked:
             self._join_until(running, len(running.events))
         if running.asks or running.is_new:
             running.has_asked = True
-            self._ask(running, _NOTHING)
+            self._ask(running, NOTHING)
             self._orders[running.code] = running.events
             if len(running.events) > _LONGEST * len(self._participants):
                 del self._orders[running.code]
@@ -342,6 +347,7 @@ class Lockstep:
                 evaluations = sorted(row[1] for row in rows if not row[3])
                 if not evaluations:
                     raise self._different(f"begins {label}")
+                # All ranks choose the same of several: those that do not run it join it first.
                 if evaluations[0] != code:
                     self._run_along(evaluations[0])
                     continue
@@ -389,7 +395,7 @@ class Lockstep:
         return code
 
     def _label_of(self, event: int) -> str:
-        if event == _NOTHING:
+        if event == NOTHING:
             return "the end"
         index, code = divmod(event, CODES)
         return self._participants[index].label(code)
@@ -398,24 +404,14 @@ class Lockstep:
 
     def _add_unrun(self, entered: _Pass) -> None:
         ran = {event // CODES for event in entered.events}
-        inside = self._inside(entered, ran)
-        missing = [index for index in inside if index not in ran]
+        is_whole = entered.label == "a forward of the model"
+        reached = range(len(self._participants)) if is_whole else inside_parts(ran, self._participants)
+        missing = [index for index in reached if index not in ran]
         self._unrun[entered.code] = missing
         forward = [(i, i * CODES + self._participants[i].forward_code()) for i in missing]
         self._orders[entered.code] = insert_forward(entered.events, forward, CODES)
         for _, event in forward:
             self._join(entered, event)
-
-    def _inside(self, entered: _Pass, ran: Iterable[int]) -> list[int]:
-        """Participants that may run in such a pass: all of the model, or of its parts that have run."""
-        if entered.label == "a forward of the model":
-            return list(range(len(self._participants)))
-        parts = {fqn.split(".")[0] for index in ran for fqn in self._participants[index].modules}
-        return [
-            index
-            for index, participant in enumerate(self._participants)
-            if all(any(is_inside(fqn, part) for part in parts if part) for fqn in participant.modules)
-        ]
 
     def _add_unrun_backward(self, running: _Pass) -> None:
         missing = {index for code in self._pending for index in self._unrun.get(code, ())}
@@ -438,6 +434,7 @@ class Lockstep:
             for index in sorted(found, key=lambda i: found[i].end)
             if isinstance(participant := self._participants[index], UnitCollectives)
         }
+        # Nothing follows the first unit in backward. It names itself: without a choice FSDP2 makes its own.
         for first in [*units][:1]:
             set_backward_prefetch(units[first].module, units[first].module)
         for before, index in pairwise(units):

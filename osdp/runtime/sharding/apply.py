@@ -29,14 +29,15 @@ from osdp.runtime.ranks.agreement import check_alike, check_together
 from osdp.runtime.ranks.control import Control
 from osdp.runtime.ranks.lockstep import Lockstep
 from osdp.runtime.ranks.participants import participants_of
-from osdp.runtime.recompute import recompute
+from osdp.runtime.recompute import Recomputed, recompute
+from osdp.runtime.sharding.backward_pass import Backwards
 from osdp.runtime.sharding.buckets import Reduction
 from osdp.runtime.sharding.fsdp_units import can_count_unused_as_zero, shard_units
 from osdp.runtime.sharding.module_api import give_interface
 from osdp.runtime.sharding.planned_parameters import PlannedParameters
 from osdp.runtime.sharding.reducer import GradientReducer, gradient_group, replicated_units
 from osdp.runtime.sharding.replicated import replicate
-from osdp.runtime.sharding.sharded_model import Backwards, ShardedModel
+from osdp.runtime.sharding.sharded_model import ShardedModel
 from osdp.runtime.sharding.sliced import exchange_modules, shard_weight
 from osdp.runtime.sharding.storage import ParameterStorage
 from osdp.runtime.sharding.validate import check_double_backward, check_plan
@@ -77,39 +78,19 @@ def apply_sharding(
     backwards = Backwards(find_unused_parameters, double_backward)
     check_together(control, lambda: _check_given(model, plan, stage, size, double_backward, computation))
     check_alike(control, model, plan, stage, **asdict(backwards))
-    device = device_of(mesh)
     policy = _policy(plan.training, computation)
     storage = ParameterStorage.of(model, sharding, plan.training.param_dtype)
     whole_mesh = mesh_with_tensor_parallel(model, mesh)
-    alone = {unit.mode for unit in sharding.units} & {Mode.HYBRID_SHARD, Mode.SHARD_OPTIMIZER}
-    if whole_mesh is not mesh and alone:
-        raise ValueError(
-            f"{' and '.join(sorted(alone))}: not with tensor parallelism; use FULL_SHARD or SHARD_GRAD_OP"
-        )
-    # 2. Replicated parameters and buffers: rank 0's values everywhere.
-    exchange_modules(model, sharding, policy)
-    owned = owned_parameters(model)
-    stored_on = whole_mesh if storage.has_dtensors or whole_mesh is not mesh else None
-    replicated = {
-        replicate(entry, mesh, device, None if name in storage.stepped_in_shards else stored_on)
-        for name, entry in owned.items()
-        if storage.is_replicated(name)
-    }
-    _start_buffers(model, mesh, device)
-    # 3. Sharded parameters, one unit after another, so that only one unit is whole at a time. FSDP2 is to
-    #    ignore weights that run in slices, as it does replicated ones.
-    for name, dim in storage.in_slices.items():
-        _start_parameters([name], owned, mesh, device)
-        replicated.add(shard_weight(owned[name], dim, mesh))
-    recomputed = recompute(model, sharding.recomputed, device)
-    start_unit = partial(_start_parameters, owned=owned, mesh=mesh, device=device)
-    shard_units(model, sharding, Meshes.over(mesh), policy, replicated, start_unit, computation.output_dtype)
-    # 4. Initialise what is still on meta, now in shards.
+    if whole_mesh is not mesh:
+        _check_beside_tensor_parallel(sharding)
+    # 2. Rank 0's values everywhere, each parameter as the plan stores it.
+    owned, recomputed = _distribute(model, sharding, storage, mesh, whole_mesh, policy, computation)
+    # 3. Initialise what is still on meta, now in shards.
     if on_meta:
-        initialise = computation.param_init_fn
+        initialise, device = computation.param_init_fn, device_of(mesh)
         materialise(model, owned, mesh, device, offloaded=storage.offloaded, param_init_fn=initialise)
     _check_unused(model, storage, backwards)
-    # 5. The handle. Where something is sharded, replicated gradients have a group of their own.
+    # 4. The handle. Where something is sharded, replicated gradients have a group of their own.
     parameters = PlannedParameters.stored_as(model, sharding, storage, owned, policy.param_dtype, mesh)
     lockstep = Lockstep(control, model, participants_of(model, sharding))
     parameters.replicated.wait = lambda work: lockstep.wait(work, "the gather of updated parameters")
@@ -129,6 +110,52 @@ def apply_sharding(
     give_interface(model, applied)
     accept_plain_states(model)  # last: the hooks before it must first register the stored parameters
     return applied
+
+
+def _distribute(
+    model: nn.Module,
+    sharding: ShardingPlan,
+    storage: ParameterStorage,
+    mesh: DeviceMesh,
+    whole_mesh: DeviceMesh,
+    policy: MixedPrecisionPolicy,
+    computation: Computation,
+) -> tuple[dict[str, ParameterSites], tuple[Recomputed, ...]]:
+    """Store each parameter and buffer of ``model`` as planned, with rank 0's values unless it is on meta.
+
+    Args:
+        model: The model, checked.
+        sharding: Its sharding plan.
+        storage: How the plan stores each parameter.
+        mesh: The mesh of the data-parallel ranks.
+        whole_mesh: The same, joined with that of tensor parallelism if there is one.
+        policy: Mixed precision.
+        computation: How it computes beside the plan.
+
+    Returns:
+        The places of each parameter by first FQN, and the modules whose activations are recomputed.
+    """
+    device = device_of(mesh)
+    # 1. Replicated parameters and buffers.
+    exchange_modules(model, sharding, policy)
+    owned = owned_parameters(model)
+    stored_on = whole_mesh if storage.has_dtensors or whole_mesh is not mesh else None
+    replicated = {
+        replicate(entry, mesh, device, None if name in storage.stepped_in_shards else stored_on)
+        for name, entry in owned.items()
+        if storage.is_replicated(name)
+    }
+    _start_buffers(model, mesh, device)
+    # 2. Sharded parameters, one unit after another, so that only one unit is whole at a time. FSDP2 is to
+    #    ignore weights that run in slices, as it does replicated ones.
+    for name, dim in storage.in_slices.items():
+        _start_parameters([name], owned, mesh, device)
+        replicated.add(shard_weight(owned[name], dim, mesh))
+    # Before fully_shard, whose hooks then treat the recomputation as a forward.
+    recomputed = recompute(model, sharding.recomputed, device)
+    start_unit = partial(_start_parameters, owned=owned, mesh=mesh, device=device)
+    shard_units(model, sharding, Meshes.over(mesh), policy, replicated, start_unit, computation.output_dtype)
+    return owned, recomputed
 
 
 def _make_reducer(
@@ -155,6 +182,14 @@ def _check_given(
         check_double_backward(plan.stages[stage].sharding)
     if is_on_meta(model) and computation.param_init_fn is None:
         check_initialisers(model)
+
+
+def _check_beside_tensor_parallel(sharding: ShardingPlan) -> None:
+    alone = {unit.mode for unit in sharding.units} & {Mode.HYBRID_SHARD, Mode.SHARD_OPTIMIZER}
+    if alone:
+        raise ValueError(
+            f"{' and '.join(sorted(alone))}: not with tensor parallelism; use FULL_SHARD or SHARD_GRAD_OP"
+        )
 
 
 def _check_unused(model: nn.Module, storage: ParameterStorage, backwards: Backwards) -> None:

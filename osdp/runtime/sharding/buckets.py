@@ -175,8 +175,9 @@ class Bucket:
             assert self._flat is not None
             for index, content in enumerate(self._content):
                 if content is _Content.NOTHING:
-                    self._view(index).zero_()
+                    self._view(index).zero_()  # another rank may have used it
                 elif content is _Content.REDUCED:
+                    # Alike on all ranks: scaled, the reduction gives it back as it was.
                     self._view(index).mul_(self._reduction.scale)
             if self._num_flags:
                 sent = self._flat[self._gradient_numel :].fill_(self._reduction.scale)
@@ -220,6 +221,7 @@ class Bucket:
             if hook is not None:
                 hook(gradients)
             if flat.dtype != self._stored_dtype:
+                # One cast for all; the gradients handed out are views of its result.
                 self._flat = gradients.to(self._stored_dtype)
                 self._views.clear()
             views = [self._view(index) for index in range(len(self.parameters))]
@@ -299,6 +301,7 @@ class Bucket:
         fits = grad.dtype == self._dtype and grad.stride() == parameter.compute.stride()
         if len(self.parameters) > 1 or not fits or parameter.stored.grad is not None:
             return False
+        # In the order of memory, whatever the strides: the view of a channels-last weight has them again.
         self._flat = grad.as_strided((grad.numel(),), (1,))
         return True
 
@@ -317,10 +320,13 @@ class Bucket:
                 self._view(index).copy_(grad)
                 self._content[index] = _Content.REDUCED
                 assert parameter.stored.grad is not None
+                # Whoever holds that tensor is to see the sum in it, as autograd would add to it in place.
                 self._earlier[index] = weakref.ref(parameter.stored.grad)
+            # In the bucket now. The stored parameter gets it back with the sum.
             parameter.stored.grad = None
 
     def _joint_memory(self, grads: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+        """The bucket of an earlier backward, if its gradients are still the views that were handed out."""
         first = grads[0]
         if first is None or first.dtype != self._dtype:
             return None

@@ -111,6 +111,7 @@ class Entries:
         """
         self._notice_failed_call(module)
         if self._module is not None:
+            # A call inside another; one of the same module must not end that (a module may call itself).
             self._depth += module is self._module
             return args, kwargs
         if self._is_closed:
@@ -139,6 +140,7 @@ class Entries:
         self._module = self._caller = None
         if module in self._around and not raised:
             output = free_of_views(output)
+            # From the inside out, as the forwards of these modules would have ended.
             for outer in reversed(self._around[module]):
                 output = after_forward(outer, module, args, output)
                 gather_for_gradients_of(output, outer)

@@ -66,6 +66,7 @@ def shard_units(
         output_dtype: Dtype that the model's outputs are cast to; those of units inside are left, so that
             results do not depend on what the plan wraps.
     """
+    # ``fully_shard`` takes all parameters of a module that no unit inside has taken before.
     for unit in wrap_order(plan.fsdp_units):
         before_unit(plan.parameters_of(unit))
         _shard({fqn: model.get_submodule(fqn) for fqn in unit.modules}, unit, meshes, policy, replicated)
@@ -178,6 +179,7 @@ class ShardedUnit:
 
     def reshard_after_forward(self, reshards: bool) -> None:
         """Set whether the unit is resharded between forward and backward, in place of the plan's choice."""
+        # FSDP2 keeps a unit gathered that has no mesh to reshard to. It would choose that for its root.
         self.state._auto_reshard_after_forward = False
         self.group.post_forward_mesh_info = self.group.mesh_info if reshards else None
 

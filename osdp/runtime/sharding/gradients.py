@@ -83,6 +83,7 @@ class GradientPath:
         Between a forward and its backward modules register compute parameters, which users may freeze then.
         """
         if computed is not None and computed is not stored:
+            # Both were as `trained` in the last forward: whichever differs from that was changed since.
             if self.trained is not None and computed.requires_grad is not self.trained:
                 stored.requires_grad_(computed.requires_grad)
             elif computed.requires_grad is not stored.requires_grad:
@@ -106,6 +107,7 @@ class GradientPath:
         held, earlier = self._held, self._earlier
         assert held is not None
         self._held = self._earlier = None
+        # First as before the backward: hooks of users see a parameter with its own hooks and gradient.
         held.give_back(stored)
         stored.grad = earlier
         with torch.no_grad():

@@ -17,7 +17,8 @@ from osdp.runtime.sharding.replicated import (
 )
 from osdp.runtime.sharding.sliced import SlicedParameter, SlicedParameters
 from osdp.runtime.sharding.storage import ParameterStorage
-from osdp.torch_private.fsdp import initialise_root
+from osdp.torch_private.fsdp import initialise_root, unsharded_parameters
+from osdp.torch_private.modules import registered_parameter
 
 #: A parameter of a model under a plan: replicated, sharded, or gathered in slices.
 Parameter = ReplicatedParameter | ShardedParameter | SlicedParameter
@@ -121,6 +122,37 @@ class PlannedParameters:
         """The sharded units of the parameters :meth:`of` a module."""
         units = {p.unit: None for p in self.of(module, recurse=recurse) if isinstance(p, ShardedParameter)}
         return [self.sharded.units[index] for index in units]
+
+    def check_registered(self) -> None:
+        """Raise if a module registers a parameter that is not the plan's.
+
+        Parameters that were assigned after wrapping (``module.weight = nn.Parameter(...)``, weights tied
+        late, ``torch.func.functional_call`` with other values) would be overwritten at the next gather in one
+        mode, and computed with, untrained, in another. So they are an error in every mode.
+
+        Raises:
+            RuntimeError: A module has another parameter, or none, under one of their names.
+        """
+        for parameter in self._all:
+            for module, name in parameter.owned.places:
+                found = registered_parameter(module, name)
+                if found is parameter.stored or (found is not None and found is parameter.compute):
+                    continue
+                if found is not None and any(found is whole for whole in self._wholes(parameter)):
+                    continue
+                raise RuntimeError(
+                    f"{parameter.name!r} is no longer the parameter that was wrapped: something else was put "
+                    "in its place, by an assignment, a late tie or torch.func.functional_call, that no plan "
+                    "trains. Do that before wrapping, or change values in place: with torch.no_grad(): "
+                    "parameter.copy_(...)"
+                )
+
+    def _wholes(self, parameter: Parameter) -> list[object]:
+        """The tensors that may be registered for ``parameter`` while it is gathered, besides ``compute``."""
+        if isinstance(parameter, ShardedParameter):
+            pairs = unsharded_parameters(self.sharded.units[parameter.unit].group)
+            return [whole for stored, whole in pairs if stored is parameter.stored]
+        return [parameter.whole] if isinstance(parameter, SlicedParameter) else []
 
     def unshard(self, module: nn.Module, *, async_op: bool) -> UnshardHandle | None:
         """Gather the parameters of ``module``; for the root only those of the root's own unit.

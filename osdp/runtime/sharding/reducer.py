@@ -41,6 +41,7 @@ class GradientReducer:
         # Backward reaches the last unit first, and in it the last parameter.
         for unit in reversed(self._units):
             by_dtypes: dict[tuple[torch.dtype, torch.dtype], list[ReplicatedParameter]] = {}
+            # A bucket has one dtype on the way, and one in which its gradients are handed out.
             for parameter in reversed(unit):
                 if parameter.stored.requires_grad:
                     dtype = self._reduce_dtype or parameter.compute.dtype
@@ -100,6 +101,7 @@ class GradientReducer:
         Args:
             used: Names of the parameters that this rank has used; other ranks may have used others.
         """
+        # Even without a gradient here: other ranks may have some, and no rank knows that before the flags.
         *others, last = self.buckets
         for bucket in others[self._next :]:
             bucket.start()
@@ -133,7 +135,7 @@ class GradientReducer:
             bucket = self.buckets[self._next]
             if bucket.syncs:
                 if not bucket.is_full:
-                    return
+                    return  # those after it wait, full or not: ranks start buckets in one order
                 bucket.start()
             self._next += 1
 

@@ -113,6 +113,7 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        # The sum is in place, and autograd may have the same gradient in use elsewhere.
         total = gradient.clone(memory_format=torch.contiguous_format)
         ctx.ranks.sum(total)
         return total, None
@@ -152,13 +153,14 @@ class _BlocksOf(torch.autograd.Function):
     def forward(ctx: Any, tensor: torch.Tensor, ranks: TensorParallelGroup, blocks: int) -> torch.Tensor:
         ctx.ranks, ctx.blocks = ranks, blocks
         ranks.note("all_reduce", tensor.nbytes, backward=True, per_sample=False)
-        return tensor.view(blocks, ranks.size, -1)[:, ranks.rank].reshape(-1)
+        return tensor.view(blocks, ranks.size, -1)[:, ranks.rank].reshape(-1)  # (blocks, ranks, part)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         ranks, blocks = ctx.ranks, ctx.blocks
         part = gradient.view(blocks, 1, -1)
         whole = part.new_zeros(blocks, ranks.size, part.shape[-1])
+        # Zeros where other ranks have their parts: the sum puts all parts side by side.
         whole[:, ranks.rank : ranks.rank + 1] = part
         ranks.sum(whole)
         return whole.view(-1), None, None

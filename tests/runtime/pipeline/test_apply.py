@@ -15,7 +15,7 @@ from osdp.api import make_plan
 from osdp.comm.objects import on_first_rank
 from osdp.errors import PlanMismatchError
 from osdp.hardware.device_info import PointToPointLink
-from osdp.inputs import usable_schedules
+from osdp.options import usable_schedules
 from osdp.plan.dims import ParallelDims, degrees
 from osdp.plan.plan import Plan
 from osdp.plan.search_options import SearchOptions

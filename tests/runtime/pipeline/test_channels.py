@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from osdp.runtime.pipeline.apply import PipelinedModel, ordered_channels
-from osdp.runtime.pipeline.messages import MessageKey, Messenger
+from osdp.runtime.pipeline.messenger import MessageKey, Messenger
 from tests.helpers import distributed
 from tests.helpers.stage_nets import batch, loss_fn, targets
 from tests.runtime.pipeline.test_apply import SAMPLES, net, wrapped

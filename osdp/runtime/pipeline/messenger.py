@@ -42,7 +42,7 @@ class _Expected:
 
 
 #: Shape and dtype of the messages of each kind.
-Messages = dict[Hashable, tuple[torch.Size, torch.dtype]]
+MessageSpecs = dict[Hashable, tuple[torch.Size, torch.dtype]]
 
 
 class Messenger:
@@ -55,7 +55,7 @@ class Messenger:
             distinguish them.
 
     Attributes:
-        known: Shape and dtype of each kind of message so far, which need not be sent again. Where no data is
+        specs: Shape and dtype of each kind of message so far, which need not be sent again. Where no data is
             transferred, as in a fake group, they must be filled in from a run with data.
     """
 
@@ -70,7 +70,7 @@ class Messenger:
         #: Channels with a header in flight: the message after it cannot be posted before its shape is known.
         self._headers: set[Channel] = set()
         self._device = device
-        self.known: Messages = {}
+        self.specs: MessageSpecs = {}
         self._asked: set[Hashable] = set()
         self._expected: dict[int, _Expected] = {}
         self._at_home: dict[int, torch.Tensor] = {}
@@ -83,7 +83,7 @@ class Messenger:
         if peer == self._here:
             self._at_home[address.number] = tensor
             return
-        agreed = self.known.get(address.kind)
+        agreed = self.specs.get(address.kind)
         if agreed is not None and agreed != (tensor.shape, tensor.dtype):
             raise RuntimeError(
                 f"a stage sends {tuple(tensor.shape)} {tensor.dtype} where it sent {tuple(agreed[0])} "
@@ -91,8 +91,9 @@ class Messenger:
                 "follow from those of the inputs, since other ranks do not receive them"
             )
         if agreed is None:
-            self.known[address.kind] = (tensor.shape, tensor.dtype)
+            self.specs[address.kind] = (tensor.shape, tensor.dtype)
             self._post_send(_header(tensor, self._device), peer, address, 2 * address.number)
+        # Two tags for each number, of the header and of the message.
         self._post_send(tensor.contiguous(), peer, address, 2 * address.number + 1)
 
     def expect(self, peer: int, address: MessageKey) -> None:
@@ -101,7 +102,7 @@ class Messenger:
             return
         if address.channel in self._channels and address.channel in self._headers:
             return
-        if address.kind in self.known:
+        if address.kind in self.specs:
             self._expected[address.number] = self._posted(peer, address)
         elif address.kind not in self._asked:
             # Only the first message of a kind has a header.
@@ -117,11 +118,13 @@ class Messenger:
             return self._at_home.pop(address.number)
         self.expect(peer, address)
         expected = self._expected.pop(address.number, None)
+        # 1. After a header the shape is known, and the message itself can be received.
         if expected is not None and expected.is_header:
             expected.work.wait()
-            self.known[address.kind] = _shape(expected.buffer)
+            self.specs[address.kind] = _shape(expected.buffer)
             self._headers.discard(address.channel)
             expected = None
+        # 2. It was not posted ahead: a header of its kind or channel had to come first.
         if expected is None:
             expected = self._posted(peer, address)
         expected.work.wait()
@@ -141,7 +144,7 @@ class Messenger:
         self._sent.clear()
 
     def _posted(self, peer: int, address: MessageKey) -> _Expected:
-        shape, dtype = self.known[address.kind]
+        shape, dtype = self.specs[address.kind]
         buffer = torch.empty(shape, dtype=dtype, device=self._device)
         work = self._receive(buffer, peer, address, 2 * address.number + 1)
         return _Expected(buffer, work, is_header=False)
@@ -156,6 +159,7 @@ class Messenger:
         group = self._channels.get(address.channel, self._group)
         work = dist.isend(tensor, self._global(peer), group=group, tag=tag)
         assert work is not None
+        # A tensor must live until it is sent, and no longer.
         self._sent = [(w, t) for w, t in self._sent if not w.is_completed()]
         self._sent.append((work, tensor))
 
