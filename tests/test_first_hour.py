@@ -97,12 +97,14 @@ def test_train_interrupt_resume_on_other_ranks_export_and_open(
     osdp_command(["checkpoint", "verify", str(folder / "checkpoints")])
     osdp_command(["checkpoint", "show", str(folder / "checkpoints")])
     exported = tmp_path / "again"
+    (tmp_path / "again.partial").mkdir()  # as of an export that was killed
     words = ["checkpoint", "export", str(folder / "checkpoints"), str(exported)]
     osdp_command([*words, "--config", str(folder / "exported")])
     said = capsys.readouterr().out
     assert "every byte is what was saved" in said and f"step {STEPS}, saved by 1 rank, with scheduler" in said
     again = AutoModelForCausalLM.from_pretrained(exported).eval()
     osdp_command(["checkpoint", "export", str(folder / "checkpoints"), str(tmp_path / "weights.pt")])
+    assert not list(tmp_path.glob("*.partial-*"))
     plain = build().eval()
     plain.load_state_dict(torch.load(tmp_path / "weights.pt", weights_only=True))
     tokens = Text(ROOT / "README.md", 2).batch(0, 0, 1)["input_ids"]

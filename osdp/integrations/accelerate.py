@@ -108,9 +108,9 @@ class OSDPAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no t
             for handle in handles:
                 handle.remove()
 
-    def _pairs(self) -> list[tuple[OSDP, torch.optim.Optimizer]]:
-        """Models under a plan, each with the optimizer of its parameters."""
-        found = []
+    def _pairs(self) -> list[tuple[OSDP, torch.optim.Optimizer | None]]:
+        """Models under a plan, each with the optimizer of its parameters; frozen ones have none."""
+        found: list[tuple[OSDP, torch.optim.Optimizer | None]] = []
         for model in self._wrapped:
             own = {id(parameter) for parameter in model.parameters()}
             mine = [
@@ -118,12 +118,13 @@ class OSDPAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no t
                 for bare in map(_bare, self._optimizers)
                 if own & {id(parameter) for group in bare.param_groups for parameter in group["params"]}
             ]
-            if len(mine) != 1:
+            frozen = not any(parameter.requires_grad for parameter in model.parameters())
+            if len(mine) != 1 and not (frozen and not mine):
                 raise ValueError(
                     f"a model under a plan is saved with its optimizer, and {len(mine)} optimizers have "
                     "parameters of it: prepare the model with one optimizer of all its parameters"
                 )
-            found.append((model, mine[0]))
+            found.append((model, mine[0] if mine else None))
         return found
 
 
@@ -134,9 +135,9 @@ def _bare(optimizer: Any) -> torch.optim.Optimizer:
 
 
 def _each(
-    action: Callable[[Path, OSDP, torch.optim.Optimizer], object],
+    action: Callable[[Path, OSDP, torch.optim.Optimizer | None], object],
     folder: str,
-    pairs: Iterable[tuple[OSDP, torch.optim.Optimizer]],
+    pairs: Iterable[tuple[OSDP, torch.optim.Optimizer | None]],
 ) -> None:
     for index, (model, optimizer) in enumerate(pairs):
         action(Path(folder) / f"osdp_{index}", model, optimizer)

@@ -2,12 +2,14 @@
 
 import os
 import pickle
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -123,6 +125,32 @@ def test_the_trainer_saves_the_adapters_of_a_peft_model(tmp_path: Path) -> None:
 
 
 @as_under_torchrun()
+def frozen_adapters_saved(folder: str) -> dict[str, torch.Tensor]:
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(1)
+    adapted = get_peft_model(
+        plain_model(), LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    )
+    for name, parameter in adapted.named_parameters():
+        parameter.requires_grad_("layernorm" in name)
+    expected = {
+        name.replace(".default", ""): value.detach().clone()
+        for name, value in adapted.named_parameters()
+        if "lora" in name
+    }
+    save_pretrained(planned("mixed", adapted), folder)
+    return expected
+
+
+def test_frozen_adapters_are_saved(tmp_path: Path) -> None:
+    # Adapters that were loaded to be used, not trained, were left out: the folder had none, without a word.
+    expected = run(2, frozen_adapters_saved, str(tmp_path), fresh=True)[0]
+    saved = load_file(tmp_path / "adapter_model.safetensors")
+    assert expected and all(torch.equal(saved[name], value) for name, value in expected.items())
+
+
+@as_under_torchrun()
 def adapters_not_saved(folder: str) -> None:
     from peft import LoraConfig, get_peft_model
 
@@ -185,6 +213,14 @@ def refused(folder: str) -> None:
     with pytest.raises(ValueError, match=r"cannot be resumed from: it has no osdp and no scheduler\.pt"):
         mine.train(resume_from_checkpoint=f"{folder}/checkpoint-3")
 
+    shutil.copytree(f"{folder}/checkpoint-3", f"{folder}/checkpoint-4", dirs_exist_ok=True)
+    Path(folder, "checkpoint-4", "osdp").mkdir(exist_ok=True)
+    Path(folder, "checkpoint-4", "scheduler.pt").write_bytes(b"torn")
+    before = whole_state_dict(model)
+    with pytest.raises(ValueError, match=r"scheduler\.pt cannot be read"):
+        mine.train(resume_from_checkpoint=f"{folder}/checkpoint-4")
+    assert all(torch.equal(value, before[name]) for name, value in whole_state_dict(model).items())
+
 
 def test_a_model_under_a_plan_is_not_wrapped_again(tmp_path: Path) -> None:
     run(2, refused, str(tmp_path), fresh=True)
@@ -209,6 +245,12 @@ def clipped(_folder: str) -> None:
         unwrapped.save_pretrained(saved, state_dict=whole, **options)
     unwrapped.save_pretrained(saved, **options)
     assert list(Path(saved).glob("model*.safetensors"))
+    model.requires_grad_(False)
+    frozen = OSDPAccelerator(cpu=True)
+    frozen.prepare(model)
+    frozen.save_state(f"{_folder}/frozen")
+    frozen.load_state(f"{_folder}/frozen")
+    model.requires_grad_(True)
     accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
     with pytest.raises(ValueError, match="2 optimizers have parameters of it"):
         accelerator.save_state(_folder)

@@ -5,6 +5,7 @@ it trains is the wrapper. What it does by itself (wrapping, clipping, checkpoint
 """
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -97,37 +98,61 @@ class OSDPTrainer(Trainer):
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         folder = output_dir or str(self.args.output_dir)
         save_pretrained(self.osdp, folder)
-        if not self.args.should_save:
-            return
-        processor = self.processing_class or getattr(self.data_collator, "tokenizer", None)
-        if processor is not None:
-            processor.save_pretrained(folder)
-        torch.save(self.args, os.path.join(folder, TRAINING_ARGS_NAME))
+
+        def write() -> None:
+            processor = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+            if processor is not None:
+                processor.save_pretrained(folder)
+            torch.save(self.args, os.path.join(folder, TRAINING_ARGS_NAME))
+
+        self._on_first_rank(write, folder)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         save(Path(output_dir) / STATE_FOLDER, self.osdp, self._bare_optimizer)
-        if self.args.should_save and self.lr_scheduler is not None:
-            torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
+
+        def write() -> None:
+            if self.lr_scheduler is not None:
+                torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
+
+        self._on_first_rank(write, output_dir)
+
+    def _on_first_rank(self, write: Callable[[], None], folder: str) -> None:
+        """Call ``write`` where files are written; what it raises is raised on all ranks, which would wait."""
+        fault: Exception | None = None
+        try:
+            if self.args.should_save:
+                write()
+        except (OSError, RuntimeError) as error:  # torch.save of a full disk raises RuntimeError
+            fault = error
+        raise_together(fault, f"{folder} is not complete")
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Only check that all is there: it is loaded when there is an optimizer."""
         folder = Path(resume_from_checkpoint)
         lacks = [name for name in (STATE_FOLDER, SCHEDULER_NAME) if not (folder / name).exists()]
-        fault = None
+        fault: Exception | None = None
         if lacks:
             fault = ValueError(
                 f"{folder} cannot be resumed from: it has no {' and no '.join(lacks)}, which OSDPTrainer "
                 "saves unless save_only_model is set; its weights alone load by model.load_pretrained(folder)"
             )
+        else:
+            try:
+                self._saved_scheduler(resume_from_checkpoint)
+            except Exception as error:  # a damaged file raises whatever its bytes lead to
+                fault = ValueError(f"{folder / SCHEDULER_NAME} cannot be read: {error}")
         raise_together(fault)
+
+    @staticmethod
+    def _saved_scheduler(checkpoint: str) -> Any:
+        return torch.load(os.path.join(checkpoint, SCHEDULER_NAME), map_location="cpu", weights_only=True)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
         load(Path(checkpoint) / STATE_FOLDER, self.osdp, self._bare_optimizer)
-        state = torch.load(os.path.join(checkpoint, SCHEDULER_NAME), map_location="cpu", weights_only=True)
         if self.lr_scheduler is not None:
-            self.lr_scheduler.load_state_dict(state)
+            self.lr_scheduler.load_state_dict(self._saved_scheduler(checkpoint))
 
     def _load_best_model(self) -> None:
         best = self.state.best_model_checkpoint

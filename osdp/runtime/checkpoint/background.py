@@ -25,6 +25,7 @@ class AsyncSave:
 
     def __init__(self, write: Callable[[], None]) -> None:
         self._future: Future[None] = _writer().submit(write)
+        self._future.add_done_callback(_tell_failure)
 
     @property
     def is_done(self) -> bool:
@@ -38,6 +39,13 @@ class AsyncSave:
             RuntimeError: A rank could not write; the folder keeps its old checkpoint.
         """
         self._future.result()
+
+
+def _tell_failure(future: Future[None]) -> None:
+    """Log what went wrong: a training that saves every so often may never wait for a save."""
+    error = future.exception()
+    if error is not None and is_first():
+        logger.error("a checkpoint was not saved in the background: %s", error)
 
 
 @cache

@@ -2,6 +2,7 @@
 
 import json
 import os
+import secrets
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -109,16 +110,22 @@ def export(path: str | Path, output: str | Path, *, config: str | Path | None = 
         for name, entry in metadata.state_dict_metadata.items()
         if name.startswith(_MODEL) and isinstance(entry, TensorStorageMetadata)
     }
-    partial = target.with_name(f"{target.name}.partial")
-    if target.suffix in (".pt", ".pth", ".bin"):
-        torch.save(_read(source, metadata, specs), partial)
-    else:
-        partial.mkdir(parents=True)
-        _write_safetensors(source, metadata, specs, partial)
-        for name in ("config.json", "generation_config.json"):
-            if config is not None and (Path(config) / name).exists():
-                shutil.copy(Path(config) / name, partial / name)
-    os.replace(partial, target)
+    # A name of its own: what a killed export left is in nobody's way.
+    partial = target.with_name(f"{target.name}.partial-{secrets.token_hex(4)}")
+    try:
+        if target.suffix in (".pt", ".pth", ".bin"):
+            torch.save(_read(source, metadata, specs), partial)
+        else:
+            partial.mkdir(parents=True)
+            _write_safetensors(source, metadata, specs, partial)
+            for name in ("config.json", "generation_config.json"):
+                if config is not None and (Path(config) / name).exists():
+                    shutil.copy(Path(config) / name, partial / name)
+        os.replace(partial, target)
+    finally:
+        if partial.is_dir():
+            shutil.rmtree(partial)
+        partial.unlink(missing_ok=True)
 
 
 def _write_safetensors(

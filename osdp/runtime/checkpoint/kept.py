@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -134,7 +135,12 @@ def _fault(value: Any) -> str:
 
 def _random_states() -> dict[str, Any]:
     version, state, gauss = random.getstate()
-    found: dict[str, Any] = {"python": [version, list(state), gauss], "cpu": torch.get_rng_state()}
+    name, keys, *rest = np.random.get_state(legacy=True)
+    found: dict[str, Any] = {
+        "python": [version, list(state), gauss],
+        "numpy": [name, torch.from_numpy(np.asarray(keys, dtype=np.int64)), *rest],
+        "cpu": torch.get_rng_state(),
+    }
     if torch.accelerator.is_available():
         found["accelerator"] = torch.get_device_module().get_rng_state()
     return found
@@ -143,6 +149,8 @@ def _random_states() -> dict[str, Any]:
 def _set_random_states(states: dict[str, Any]) -> None:
     version, state, gauss = states["python"]
     random.setstate((version, tuple(state), gauss))
+    name, keys, *rest = states["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
     torch.set_rng_state(states["cpu"])
     if "accelerator" in states and torch.accelerator.is_available():
         torch.get_device_module().set_rng_state(states["accelerator"])

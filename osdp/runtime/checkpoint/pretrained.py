@@ -204,12 +204,20 @@ def _save_configurations(module: nn.Module, folder: Path) -> None:
         generation.save_pretrained(folder)
 
 
-def _save_adapters(module: Any, state: Mapping[str, Any], folder: Path) -> None:
-    # Frozen weights are those of the base model, which adapters refer to.
+def _save_adapters(module: Any, state: dict[str, Any], folder: Path) -> None:
+    from peft import get_peft_model_state_dict
+
+    # Other weights are those of the base model, which adapters refer to. Adapters may be frozen: some are
+    # loaded only to be used.
+    adapters = {
+        id(value)
+        for name in module.peft_config
+        for value in get_peft_model_state_dict(module, state_dict=state, adapter_name=name).values()
+    }
     trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
     whole = {}
     for name, value in state.items():
-        if name not in trained:
+        if name not in trained and id(value) not in adapters:
             continue
         tensor = value.full_tensor() if isinstance(value, DTensor) else value
         if is_first():

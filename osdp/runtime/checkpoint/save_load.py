@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
-from osdp.comm.objects import is_first
+from osdp.comm.objects import on_first_rank
 from osdp.runtime.checkpoint.background import AsyncSave, background_group, check_room_for_copy, copy_of
 from osdp.runtime.checkpoint.blocked_states import in_blocks_of, in_one_block
 from osdp.runtime.checkpoint.folder import NewCheckpoint, describe_failures, read_verified
@@ -205,16 +205,18 @@ def save_async(
 
 def _write(new: NewCheckpoint, state: State, kept: KeptState, group: dist.ProcessGroup | None = None) -> None:
     """Write and publish ``state``, over ``group`` if it is not the default one."""
+    what = f"no checkpoint was saved at {new.path}, which has what it had before"
     try:
-        if is_first():
-            new.writer.add("kept", kept.plain)
+        # The other ranks are told at once: they would wait in the first collective of the save.
+        on_first_rank(lambda: new.writer.add("kept", kept.plain), group)
         with in_one_process():
             state_dict_saver.save(state, storage_writer=new.writer, process_group=group)
     except CheckpointException as error:
         new.discard()
-        raise RuntimeError(
-            f"no checkpoint was saved at {new.path}, which has what it had before: {describe_failures(error)}"
-        ) from error
+        raise RuntimeError(f"{what}: {describe_failures(error)}") from error
+    except OSError as error:
+        new.discard()
+        raise RuntimeError(f"{what}: rank 0: {error}") from error
     except Exception:
         new.discard()
         raise

@@ -1,13 +1,16 @@
 """A checkpoint that was altered is refused before anything changes, and what it says is never run."""
 
 import errno
+import logging
 import os
 import pickle
 import random
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -127,8 +130,10 @@ def kept_and_restored(path: str) -> None:
     schedule.step()
     torch.manual_seed(dist.get_rank())
     random.seed(dist.get_rank())
+    np.random.seed(dist.get_rank())
+    np.random.normal()  # the second of a pair is kept
     checkpoint.save(path, model, optimizer, scheduler=schedule, step=7, rng=True, extra={"best": 0.5})
-    drawn = torch.rand(3), random.random()
+    drawn = torch.rand(3), random.random(), np.random.normal(size=3)
 
     model, optimizer = make()
     again = StepLR(optimizer, 1, gamma=0.5)
@@ -136,6 +141,7 @@ def kept_and_restored(path: str) -> None:
     assert (kept.step, kept.extra) == (7, {"best": 0.5})
     assert again.state_dict() == schedule.state_dict()
     assert torch.equal(torch.rand(3), drawn[0]) and random.random() == drawn[1]
+    assert (np.random.normal(size=3) == drawn[2]).all()
 
     with pytest.raises(ValueError, match=r"extra is more than numbers, words, lists, dicts and tensors"):
         checkpoint.save(path, model, optimizer, extra=Path("x"))
@@ -216,6 +222,32 @@ def saved_in_the_background(path: str) -> None:
 
 def test_what_is_saved_in_the_background_is_what_it_was_when_it_was_asked_for(tmp_path: Path) -> None:
     run(2, saved_in_the_background, str(tmp_path / "async"))
+
+
+def failed_in_the_background(path: str) -> None:
+    model, optimizer = make()
+    records: list[logging.LogRecord] = []
+    listener = logging.Handler()
+    listener.emit = records.append  # type: ignore[method-assign]
+    logging.getLogger("osdp").addHandler(listener)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(SummedFile, "write", _full_disk)
+        saving = checkpoint.save_async(path, model, optimizer)
+        while not saving.is_done:
+            time.sleep(0.01)
+    checkpoint.save_async(f"{path}-2", model, optimizer).wait()  # after which the first has told
+    said = [record.getMessage() for record in records if record.levelno == logging.ERROR]
+    assert len(said) == (dist.get_rank() == 0)
+    assert all("was not saved in the background" in words and "No space left" in words for words in said)
+
+
+def _full_disk(*_: Any) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_failure_in_the_background_is_logged_where_nobody_waits(tmp_path: Path) -> None:
+    # Trainings that save every so often need not wait, and a full disk was not noticed before the end.
+    run(2, failed_in_the_background, str(tmp_path / "full"))
 
 
 def too_large_a_copy(path: str) -> None:
