@@ -258,6 +258,7 @@ class _LinearSlices(torch.autograd.Function):
                     y[:, start:stop] = F.linear(x, rows, None if bias is None else bias[start:stop])
                 else:
                     _add_product(y, x[:, start:stop], rows.t())
+                del part, rows  # before the next one is gathered
         if bias is not None and not by_output:
             y.add_(bias)
         return y.to(x.dtype)
@@ -309,6 +310,7 @@ class _EmbeddingSlices(torch.autograd.Function):
         for _, start, stop, part in sliced.gather_slices(weight):
             place, inside = _places(ids, start, stop)
             torch.where(inside[:, None], part[place], rows, out=rows)
+            del part  # before the next one is gathered
         return rows
 
     @staticmethod

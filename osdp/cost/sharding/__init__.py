@@ -18,5 +18,4 @@ Start at :func:`osdp.cost.sharding.simulate.simulate_step`.
 - ``time``: time of a step on two resources, device and link
 - ``simulate``: peak memory and time of one step
 - ``solution``: units that a search chose, before they have names
-- ``spread``: how far measured figures may be off, and what that leaves open
 """

@@ -3,9 +3,8 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from statistics import fmean
+from statistics import fmean, quantiles
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -62,7 +61,7 @@ def trimmed_mean(samples: Sequence[float]) -> float:
 
 def fast_quartile(samples: Sequence[float]) -> float:
     """The first quartile, interpolated linearly: what counts beside other programs."""
-    return float(np.quantile(samples, 0.25))
+    return quantiles(samples, n=4, method="inclusive")[0] if len(samples) > 1 else samples[0]
 
 
 def relative_spread(samples: Sequence[float]) -> float:
@@ -71,8 +70,10 @@ def relative_spread(samples: Sequence[float]) -> float:
     >>> round(relative_spread([1.0, 2.0, 2.0, 2.0, 3.0, 3.0, 9.0]), 3)
     0.25
     """
-    low, middle, high = np.quantile(samples, [0.25, 0.5, 0.75])
-    return float(high - low) / 2 / float(middle) if middle else 0.0
+    if len(samples) < 2:
+        return 0.0
+    low, middle, high = quantiles(samples, n=4, method="inclusive")
+    return (high - low) / 2 / middle if middle else 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,9 +12,9 @@ from osdp.cost.sharding.problem import ShardingProblem, build_problem
 from osdp.cost.sharding.shard_groups import ShardGroup
 from osdp.cost.sharding.simulate import simulate_step
 from osdp.cost.sharding.solution import ShardingSolution, solution_root
-from osdp.cost.sharding.spread import spread_corners, step_spread
 from osdp.cost.sharding.strategies import NO_SHARD, SHARD_OPTIMIZER, UnitMode, UnitStrategy
 from osdp.cost.sharding.time import passes
+from osdp.cost.spread import spread_corners, step_spread
 from osdp.errors import InfeasibleError, LargeOperator
 from osdp.hardware.device_info import DeviceInfo
 from osdp.hardware.profile import Profile

@@ -36,7 +36,7 @@ def tie_with(
     """Judge of plans that differ from ``found`` in the units of the chain.
 
     They may be as fast if they are in the problem itself, or at one of the ``corners`` to which the spread of
-    what was measured may move it (:func:`osdp.cost.sharding.spread.spread_corners`).
+    what was measured may move it (:func:`osdp.cost.spread.spread_corners`).
     """
     slowest = found.outcome.seconds * (1 + _SAME)
     at_corners = [(corner, solution_root(corner, found)) for corner in corners]

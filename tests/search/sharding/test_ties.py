@@ -13,8 +13,8 @@ import pytest
 from osdp.cost.sharding.problem import build_problem
 from osdp.cost.sharding.simulate import simulate_units
 from osdp.cost.sharding.solution import solution_root
-from osdp.cost.sharding.spread import simulate_at, spread_corners, step_spread
 from osdp.cost.sharding.strategies import FULL_SHARD, NO_SHARD, SHARD_GRAD_OP
+from osdp.cost.spread import simulate_at, spread_corners, step_spread
 from osdp.hardware.device_info import COLLECTIVES, Link
 from osdp.model.description import Parameter
 from osdp.model.training import Training
