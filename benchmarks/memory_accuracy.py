@@ -28,13 +28,15 @@ from benchmarks.support.launch import WorkerError
 from benchmarks.support.live_bytes import NoCompilerError
 from benchmarks.support.live_peaks import LivePeak, live_peaks, run_within
 from benchmarks.support.models import CASES, FAMILIES, FULL_SIZE, SKEWED
-from osdp import DeviceInfo, Plan, Training
+from osdp import DeviceInfo, InfeasibleError, Plan, Training
 from osdp.text import format_bytes
 
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "SHARD_OPTIMIZER", "NO_SHARD")
 #: Where searched plans have their limit, from the all-sharded (0) to the all-replicated (1) predicted peak.
 FRACTIONS = (0.1, 0.3, 0.6, 0.9)
 FAKE_FRACTIONS = (0.25, 0.5, 0.75)
+#: Below all-sharded, where operators run in slices or are recomputed: the missing part of that peak, negated.
+BELOW = -0.3
 
 BASE = Training(local_batch=4)
 OTHERS = (
@@ -109,7 +111,8 @@ class Point:
     Attributes:
         case: Name of the model.
         ranks: The ranks.
-        plan: Options of a uniform plan, or where a searched plan has its limit.
+        plan: Options of a uniform plan, or where a searched plan has its limit: the way from the all-sharded
+            to the all-replicated peak; below 0 the part of the all-sharded peak that is missing.
         training: The training.
     """
 
@@ -134,7 +137,7 @@ def grid(options: Options) -> Iterator[Point]:
     cases = ("gpt2-small", "mlp-table") if options.quick else (*SKEWED, *LIVE_FAMILIES)
     for case in cases:
         for ranks in GLOO[:2] if options.quick else GLOO:
-            plans = (ranks.uniform[0], 0.3) if options.quick else (*ranks.uniform, *FRACTIONS)
+            plans = (ranks.uniform[0], 0.3, BELOW) if options.quick else (*ranks.uniform, *FRACTIONS, BELOW)
             yield from (Point(case, ranks, plan, BASE) for plan in plans)
     if not options.quick:
         yield from _fake_points(FAMILIES, FAKE[1:], "cpu")
@@ -143,7 +146,8 @@ def grid(options: Options) -> Iterator[Point]:
 def _fake_points(cases: Sequence[str], worlds: Sequence[Ranks], device: str) -> Iterator[Point]:
     for case in cases:
         for ranks in worlds:
-            yield from (Point(case, ranks, plan, BASE) for plan in (*ranks.uniform, *FAKE_FRACTIONS))
+            plans = (*ranks.uniform, *FAKE_FRACTIONS, BELOW)
+            yield from (Point(case, ranks, plan, BASE) for plan in plans)
         for training in OTHERS:
             if training.param_dtype and case in FLOAT32_ONLY and device == "cpu":
                 continue
@@ -167,7 +171,13 @@ def plan_of(point: Point, setting: Setting) -> Plan:
         setting.plan(devices, strategy=strategy).predicted.peak_bytes
         for strategy in ("FULL_SHARD", "NO_SHARD")
     )
-    return setting.plan(devices, int(low + point.plan * (high - low)))
+    if point.plan >= 0:
+        return setting.plan(devices, int(low + point.plan * (high - low)))
+    try:
+        return setting.plan(devices, int((1 + point.plan) * low))
+    except InfeasibleError as error:
+        # What can be cut or recomputed is less than that: the lowest that any plan reaches.
+        return setting.plan(devices, error.best_peak)
 
 
 def row_of(point: Point, plan: Plan) -> Row:
