@@ -3,7 +3,8 @@
 Each link has the largest error of its line over the measured sizes (``Link.residual``), each profile the
 spread of its runs (``Profile.spread``, ``OptimizerProfile.spread``). Errors of the links move plans against
 each other: one collective may take longer or shorter than the others and compute, or small messages may and
-large ones do the opposite. A step is simulated at the end of each of these errors.
+large ones do the opposite. To tell plans apart a step is simulated at the end of each of these errors; how
+far it may be off by itself is told by the ends at which all errors point the same way.
 """
 
 from collections.abc import Sequence
@@ -48,16 +49,18 @@ def _moved(
     return replace(device, links=tuple(map(moved, device.links)))
 
 
-def step_spread(
-    problem: ShardingProblem, found: ShardingSolution, corners: Sequence[ShardingProblem]
-) -> float:
-    """How far the seconds of a step may be off at most, relative to them; 0 where no error is known."""
-    own, profile = found.outcome, problem.profile
-    # Collectives may be off by themselves, all in one direction at worst.
-    longer = [simulate_at(corner, found).seconds - own.seconds for corner in corners]
-    links = max(sum(max(0.0, by) for by in longer), sum(max(0.0, -by) for by in longer))
-    compute = own.compute_seconds * profile.spread
-    return (links + compute + own.optimizer_seconds * profile.optimizer.spread) / own.seconds
+def step_spread(problem: ShardingProblem, found: ShardingSolution) -> float:
+    """How far the seconds of a step may be off at most, relative to them; 0 where no error is known.
+
+    All links at the same end of their errors, and all of compute and of the optimizer step at that of theirs.
+    """
+    own, profile, device = found.outcome, problem.profile, problem.device
+    links = 0.0
+    if any(link.residual for link in device.links):
+        ends = [with_links(problem, _moved(device, 0.0, COLLECTIVES, sign, sign)) for sign in (1, -1)]
+        links = max(abs(simulate_at(end, found).seconds - own.seconds) for end in ends)
+    spread = own.compute_seconds * profile.spread + own.optimizer_seconds * profile.optimizer.spread
+    return (links + spread) / own.seconds
 
 
 def simulate_at(problem: ShardingProblem, found: ShardingSolution) -> StepEstimate:

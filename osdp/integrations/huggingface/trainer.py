@@ -105,7 +105,7 @@ class OSDPTrainer(Trainer):
                 processor.save_pretrained(folder)
             torch.save(self.args, os.path.join(folder, TRAINING_ARGS_NAME))
 
-        self._on_first_rank(write, folder)
+        self._write_or_raise_together(write, folder)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         save(Path(output_dir) / STATE_FOLDER, self.osdp, self._bare_optimizer)
@@ -114,15 +114,15 @@ class OSDPTrainer(Trainer):
             if self.lr_scheduler is not None:
                 torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
 
-        self._on_first_rank(write, output_dir)
+        self._write_or_raise_together(write, output_dir)
 
-    def _on_first_rank(self, write: Callable[[], None], folder: str) -> None:
-        """Call ``write`` where files are written; what it raises is raised on all ranks, which would wait."""
+    def _write_or_raise_together(self, write: Callable[[], None], folder: str) -> None:
+        """Call ``write`` on the ranks that write files; what it raises is raised on all, which would wait."""
         fault: Exception | None = None
         try:
             if self.args.should_save:
                 write()
-        except (OSError, RuntimeError) as error:  # torch.save of a full disk raises RuntimeError
+        except Exception as error:  # a tokenizer may raise anything; the other ranks wait in any case
             fault = error
         raise_together(fault, f"{folder} is not complete")
 

@@ -149,8 +149,9 @@ def _random_states() -> dict[str, Any]:
 def _set_random_states(states: dict[str, Any]) -> None:
     version, state, gauss = states["python"]
     random.setstate((version, tuple(state), gauss))
-    name, keys, *rest = states["numpy"]
-    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
+    if "numpy" in states:  # not in checkpoints of earlier versions
+        name, keys, *rest = states["numpy"]
+        np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
     torch.set_rng_state(states["cpu"])
     if "accelerator" in states and torch.accelerator.is_available():
         torch.get_device_module().set_rng_state(states["accelerator"])

@@ -92,18 +92,22 @@ def best_plan(
         # Never below what counts as proven: a changed unit may be none that the search considers.
         gap = max(2 * _PROVEN, 1 - (1 - gap) * found.outcome.seconds / improved.outcome.seconds)
         found = improved
-    corners = spread_corners(problem)
-    may_be_as_fast = tie_with(problem, found, corners)
+    may_be_as_fast = tie_with(problem, found, spread_corners(problem))
     simple = with_shared_buckets(problem, simplest(problem, found, options, may_be_as_fast), may_be_as_fast)
-    plan = whole_plan(model_desc, problem, simple, options, gap, step_spread(problem, simple, corners))
+    plan = whole_plan(model_desc, problem, simple, options, gap, step_spread(problem, simple))
     slower = simple.outcome.seconds / found.outcome.seconds - 1
     if slower > _WORTH_TELLING:
         note = (
-            f"a plan of {len(found.units)} units is predicted to be {slower:.2%} faster, which is within the "
-            f"spread of what was measured: the simpler one of {len(simple.units)} was taken"
+            f"a plan of {_size(found)} is predicted to be {slower:.2%} faster, which is within the spread of "
+            f"what was measured: the simpler one of {_size(simple)} was taken"
         )
         plan = replace(plan, notes=(*plan.notes, note))
     return replace(plan, basis=_basis(model_desc, candidates, device, options))
+
+
+def _size(found: ShardingSolution) -> str:
+    kinds = len({strategy for _, _, strategy in found.units})
+    return f"{len(found.units)} units of {kinds} kind{'s' * (kinds > 1)}"
 
 
 def _basis(

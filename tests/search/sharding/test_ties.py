@@ -168,7 +168,10 @@ def test_ends_of_the_errors() -> None:
     assert found is not None
     corners = spread_corners(problem)
     longest = max(simulate_at(corner, found).seconds for corner in corners)
-    assert step_spread(problem, found, corners) >= longest / found.outcome.seconds - 1 > 0
+    spread = step_spread(problem, found)
+    assert spread >= longest / found.outcome.seconds - 1 > 0
+    # Times of links are off by a half at most, and so is a step.
+    assert spread <= 0.5
     # The first corner is the problem that would be built with all-gathers that take half as long again.
     slow = replace(
         device,
@@ -184,5 +187,5 @@ def test_ends_of_the_errors() -> None:
     # A profile that spreads makes ties and intervals as well.
     wide = replace(profile, segments=tuple(replace(each, spread=0.2) for each in profile.segments))
     uncertain = build_problem(model_desc, wide, exact, Training())
-    assert step_spread(uncertain, found, spread_corners(uncertain)) > 0
+    assert step_spread(uncertain, found) > 0
     assert wide.doubts and not profile.doubts
