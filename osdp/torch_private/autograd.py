@@ -32,12 +32,24 @@ def gradient_hooks(parameter: torch.Tensor) -> tuple[Any, Any]:
 
 
 def share_gradient_hooks(hooks: tuple[Any, Any], parameter: torch.Tensor) -> None:
-    """Share the hooks that :func:`gradient_hooks` found on another; handles then remove them from both."""
+    """Share the hooks that :func:`gradient_hooks` found on another; handles then remove them from both.
+
+    Those that ``parameter`` has follow them.
+    """
     of_tensor, after_accumulation = hooks
     if of_tensor:
-        parameter._backward_hooks = of_tensor
+        of_tensor.update(_on_hooks(parameter) or {})
+        _set_on_hooks(parameter, of_tensor)
     if after_accumulation:
-        parameter._post_accumulate_grad_hooks = after_accumulation
+        after_accumulation.update(_after_hooks(parameter) or {})
+        _set_after_hooks(parameter, after_accumulation)
+
+
+def remove_hooks(parameter: torch.Tensor, keys: Collection[int]) -> None:
+    """Remove the tensor hooks of ``parameter`` with the given keys."""
+    hooks = _on_hooks(parameter)
+    for key in keys if hooks else ():
+        hooks.pop(key, None)
 
 
 def version_of(tensor: torch.Tensor) -> int:
