@@ -258,7 +258,7 @@ class OSDP(Stepped, Wrapped, PlannedModule, nn.Module):
 
         Between two steps, and without going to disk: at most one tensor is whole at a time. Gradients, which
         the optimizers have taken, are dropped. The model has other parameters afterwards, and so do the
-        optimizers; what else refers to the earlier ones, such as an average of weights, is named in a warning.
+        optimizers; what else refers to the earlier ones (an average of weights) is named in a warning.
 
         Args:
             plan: Any plan of this model for as many ranks, such as one for another memory limit.
@@ -271,9 +271,9 @@ class OSDP(Stepped, Wrapped, PlannedModule, nn.Module):
             RuntimeError: The model is cut into stages, or gradients wait for a step.
         """
         optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+        check_switch(self._applied.sharded, plan, optimizers, self._optimizer_check.optimizers)
         for each in optimizers:
             self._optimizer_check.exchange_in(each)
-        check_switch(self._applied.sharded, plan, optimizers, self._optimizer_check.optimizers)
         taken = TakenApart(self._applied.sharded, optimizers)
         # They refer to what the last plan stored, which is to be freed meanwhile.
         for name in ("_applied", "_steps", "_optimizer_check", "_measured"):

@@ -1,7 +1,7 @@
 """Going on under another plan: a running model and its optimizers, without going to disk.
 
-The plan is undone until the model is plain, with its parameters on ``meta``; the new plan is applied to that as
-to any model on ``meta``, and takes over what was stored, one tensor after another::
+The plan is undone until the model is plain, with its parameters on ``meta``; the new plan is applied to that
+as to any model on ``meta``, and takes over what was stored, one tensor after another::
 
     stored as before  ->  whole, for one tensor at a time  ->  stored as planned now
 
@@ -157,7 +157,7 @@ class TakenApart:
             return self._apply(self._plan, backwards, computation), error
 
     def tell_left(self) -> None:
-        """Warn of parameters of the last plan that something still refers to, such as an average of weights."""
+        """Warn of parameters of the last plan that something still refers to (an average of weights)."""
         gc.collect()
         left = [name for name, reference in self._left.items() if reference() is not None]
         if left and dist.get_rank() == 0:
@@ -255,4 +255,3 @@ def _laid_out(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 def _in_own_memory(tensor: torch.Tensor) -> torch.Tensor:
     """A copy if ``tensor`` is a part of a larger one, which would otherwise stay."""
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
-

@@ -86,7 +86,7 @@ def sharding_state(module: nn.Module) -> Any:
 
 
 def forget_sharding(module: nn.Module) -> None:
-    """Let ``fully_shard`` be applied to ``module`` again, whose class, attributes and hooks are plain again."""
+    """Let ``fully_shard`` be applied again to ``module``, whose class and hooks are plain again."""
     _module_state_mapping.pop(module, None)
 
 

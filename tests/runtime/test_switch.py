@@ -1,4 +1,4 @@
-"""A running model goes on under any other plan as if nothing had happened: weights, states, hooks, buffers."""
+"""A running model goes on under any other plan as if nothing had happened."""
 
 import gc
 import itertools
@@ -6,7 +6,6 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
@@ -38,7 +37,7 @@ class Normed(Net):
         return self.norm(logits.flatten(0, 1)).view(logits.shape)
 
 
-def made(kind: Callable[[], Net] = partial(Net, gated=False)) -> Net:
+def made(kind: Callable[[], Net] = lambda: Net(gated=False)) -> Net:
     torch.manual_seed(7)
     return kind().double()
 
@@ -262,12 +261,12 @@ def test_what_cannot_be_switched_is_refused_and_the_model_goes_on() -> None:
 
 def goes_on_in_bfloat16() -> None:
     """Copies to compute in, evaluation, and a checkpoint of what is stored, after a switch."""
-    model = made(lambda: Net(gated=False)).float()
+    model = made().float()
     mixed = {"param_dtype": "bfloat16", "reduce_dtype": "float32"}
     first, second = (plan_by_hand(model, mode, 2, **mixed) for mode in (Mode.NO_SHARD, Mode.FULL_SHARD))
     losses = []
     for plans_in_turn in ((first, first), (second, first), (first, second)):
-        wrapped = OSDP(made(lambda: Net(gated=False)).float(), plan=plans_in_turn[0])
+        wrapped = OSDP(made().float(), plan=plans_in_turn[0])
         optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-2)
         for index in range(3):
             step_on(wrapped, optimizer, index)

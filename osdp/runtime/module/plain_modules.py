@@ -1,8 +1,8 @@
 """Modules as they were before a plan changed them, to undo that.
 
 Applying a plan gives modules other classes, hooks and attributes, and puts others in the place of those that
-run in slices. What it changed is found by comparing them before and after; all else, such as hooks that a user
-has registered since, stays.
+run in slices. What it changed is found by comparing them before and after; all else, such as hooks that a
+user has registered since, stays.
 """
 
 from collections.abc import Mapping

@@ -27,7 +27,13 @@ from osdp.runtime.sharding.planned_parameters import Parameter, PlannedParameter
 from osdp.runtime.sharding.reducer import GradientReducer
 from osdp.runtime.sharding.replicated import ReplicatedParameter
 from osdp.runtime.sharding.sliced import SlicedParameter
-from osdp.torch_private.autograd import is_asked_for, node_of, queue_backward_callback, remove_hooks
+from osdp.torch_private.autograd import (
+    has_hooks,
+    is_asked_for,
+    node_of,
+    queue_backward_callback,
+    remove_hooks,
+)
 from osdp.torch_private.fsdp import expect_end_of_backward
 
 
@@ -220,6 +226,10 @@ class BackwardPass:
     def _on_stored(self, parameter: Parameter) -> None:
         if isinstance(parameter, SlicedParameter) and is_asked_for(node_of(parameter.stored)):
             return  # torch.autograd.grad gives it out; nothing accumulates
+        if not self.runs and has_hooks(parameter.stored, parameter.path.own_hooks):
+            # Users' hooks are about to be called with this part of the gradient, and at the end of a backward
+            # that begins here they would be once more. One that begins later finds what they leave.
+            return
         self._on_gradient(parameter)
 
     def _on_gradient(self, parameter: Parameter) -> None:

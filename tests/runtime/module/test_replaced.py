@@ -211,7 +211,7 @@ def nothing_is_kept_alive() -> None:
 
 
 def hooks_hide_no_penalty() -> None:
-    """A parameter with a hook from before lost our own, and a gradient that came through no forward with it."""
+    """A parameter with a hook from before lost ours, and with it a gradient that came through no forward."""
     reference = make()
     (sum(reference(batch_of(0, rank)) for rank in range(2)) / 2).backward()
     reference.gain.weight.square().sum().backward()
@@ -227,7 +227,7 @@ def hooks_hide_no_penalty() -> None:
         got = model.get_parameter("gain.weight").grad
         assert got is not None, name
         assert difference(whole(got), reference.gain.weight.grad) < TOLERANCE, name
-        assert len(seen) == 2, name
+        assert len(seen) == 2, (name, seen, got, reference.gain.weight.grad)
 
 
 def a_step_without_a_gradient_is_an_error() -> None:
