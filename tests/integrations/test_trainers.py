@@ -95,6 +95,89 @@ def test_the_trainer_evaluates_generates_and_exports(tmp_path: Path) -> None:
 
 
 @as_under_torchrun()
+def computed_in_bfloat16(folder: str) -> None:
+    model = planned("mixed")
+    seen: set[torch.dtype] = set()
+    for layer in model.module.model.layers:
+        layer.mlp.register_forward_hook(lambda _module, _args, output: seen.add(output.dtype))
+    arguments = arguments_of(folder, bf16=True, per_device_train_batch_size=2, save_strategy="no")
+    data = torch.utils.data.Subset(Sentences(), range(4))
+    trainer = OSDPTrainer(model=model, args=arguments, train_dataset=Sentences(), eval_dataset=data)
+    trainer.train()
+    assert seen == {torch.bfloat16} and {p.dtype for p in model.parameters()} == {torch.float32}
+    seen.clear()
+    assert 0 < trainer.evaluate()["eval_loss"] < 10
+    assert seen == {torch.bfloat16} and not torch.is_autocast_enabled("cpu")
+    with pytest.raises(ValueError, match=r"torch_compile= is for .* before wrapping, block\.compile\(\)"):
+        OSDPTrainer(model=model, args=arguments_of(folder, torch_compile=True))
+
+
+def test_the_trainer_computes_in_bfloat16_where_it_is_asked_to(tmp_path: Path) -> None:
+    # Accelerate does so in the forward of what it wraps, which this model is not: all was float32.
+    run(2, computed_in_bfloat16, str(tmp_path), fresh=True)
+
+
+@as_under_torchrun()
+def labels_smoothed(folder: str) -> None:
+    model = planned("mixed")
+    trainer = OSDPTrainer(model=model, args=arguments_of(folder, label_smoothing_factor=0.1))
+    batch = {name: value[None] for name, value in Sentences()[dist.get_rank()].items()}
+    with torch.no_grad():
+        loss = trainer.compute_loss(trainer.osdp, dict(batch))
+        logits = model(batch["input_ids"]).logits
+    labels = batch["labels"]
+    expected = nn.functional.cross_entropy(logits[0, :-1], labels[0, 1:], label_smoothing=0.1)
+    assert float(loss) == pytest.approx(float(expected), rel=1e-5)
+
+
+def test_smoothed_labels_are_those_of_the_next_tokens(tmp_path: Path) -> None:
+    # Trainer looks for the model's class among those whose labels it shifts, and found the wrapper's.
+    run(2, labels_smoothed, str(tmp_path), fresh=True)
+
+
+@as_under_torchrun()
+def checkpoint_not_saved(folder: str) -> None:
+    arguments = arguments_of(folder, save_steps=1, per_device_train_batch_size=2)
+    trainer = OSDPTrainer(model=planned("mixed"), args=arguments, train_dataset=Sentences())
+    with pytest.MonkeyPatch.context() as patched:
+        if dist.get_rank() == 1:
+            patched.setattr(trainer, "_save_rng_state", _full_disk)
+        with pytest.raises(RuntimeError, match="rank 1: OSError: No space left"):
+            trainer.train()
+
+
+def test_what_one_rank_cannot_save_is_told_on_all_ranks(tmp_path: Path) -> None:
+    # Rank 1 raised, and the others waited for it in the next step.
+    run(2, checkpoint_not_saved, str(tmp_path), fresh=True)
+
+
+@as_under_torchrun()
+def best_adapters(folder: str) -> float:
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(1)
+    adapted = get_peft_model(plain_model(), LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
+    model = planned("mixed", adapted)
+    best: dict[str, Any] = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 1}
+    best |= {"save_steps": 1, "save_total_limit": 1, "per_device_train_batch_size": 2, "learning_rate": 0.1}
+    data = torch.utils.data.Subset(Sentences(), range(4))
+    with pytest.raises(ValueError, match="reads adapters by shards, which save_only_model does not save"):
+        OSDPTrainer(model=model, args=arguments_of(folder, save_only_model=True, **best), eval_dataset=data)
+    trainer = OSDPTrainer(
+        model=model, args=arguments_of(folder, **best), train_dataset=Sentences(), eval_dataset=data
+    )
+    trainer.train()
+    losses = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
+    return float(trainer.evaluate()["eval_loss"]) - min(losses)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+def test_the_best_adapters_are_loaded_at_the_end(tmp_path: Path) -> None:
+    # They were looked for among weights of a whole model, which a folder of adapters does not have.
+    assert run(2, best_adapters, str(tmp_path), fresh=True) == pytest.approx([0, 0], abs=1e-6)
+
+
+@as_under_torchrun()
 def adapters_trained(folder: str) -> torch.Tensor:
     from peft import LoraConfig, get_peft_model
 
