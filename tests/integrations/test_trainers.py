@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate.utils import DistributedType
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -320,6 +321,11 @@ def clipped(_folder: str) -> None:
         ValueError, match=r"1 of the \d+ parameters of a model under a plan are to be clipped"
     ):
         accelerator.clip_grad_norm_([next(iter(model.parameters()))], 1.0)
+    with pytest.raises(ValueError, match=r"to be clipped together with 2 others: pass model\.parameters"):
+        accelerator.clip_grad_norm_([*model.parameters(), *plain.parameters()], 1.0)
+    frozen_one = next(iter(model.parameters())).requires_grad_(False)
+    assert not accelerator.clip_grad_norm_((p for p in model.parameters() if p.requires_grad), 1.0)
+    frozen_one.requires_grad_(True)
     whole = accelerator.get_state_dict(model)
     assert bool(whole) == (dist.get_rank() == 0)
     unwrapped, saved = accelerator.unwrap_model(model), f"{_folder}/exported"
@@ -337,7 +343,33 @@ def clipped(_folder: str) -> None:
     accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
     with pytest.raises(ValueError, match="2 optimizers have parameters of it"):
         accelerator.save_state(_folder)
+    # Those before are no longer the accelerator's; this optimizer knows the parameters from before wrapping.
+    accelerator.free_memory()
+    net = plain_model()
+    early = torch.optim.AdamW(net.parameters())
+    accelerator.prepare(planned("replicated", net), early)
+    accelerator.save_state(f"{_folder}/early")
+    accelerator.load_state(f"{_folder}/early")
+    with pytest.MonkeyPatch.context() as patched:
+        if dist.get_rank() == 0:
+            patched.setattr("accelerate.accelerator.save_accelerator_state", _full_disk)
+        with pytest.raises(RuntimeError, match="rank 0: OSError: No space left"):
+            accelerator.save_state(f"{_folder}/full")
 
 
 def test_accelerate_leaves_other_models_to_accelerate(tmp_path: Path) -> None:
     run(2, clipped, str(tmp_path), fresh=True)
+
+
+@as_under_torchrun()
+def sharded_by_accelerate() -> None:
+    accelerator, model = OSDPAccelerator(cpu=True), planned("mixed")
+    with pytest.MonkeyPatch.context() as patched:
+        # On CPUs Accelerate has no other way than DDP.
+        patched.setattr(OSDPAccelerator, "distributed_type", DistributedType.FSDP)
+        with pytest.raises(ValueError, match="by OSDP, and this Accelerator is to shard it by FSDP"):
+            accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+
+
+def test_a_model_under_a_plan_is_not_sharded_again_by_accelerate() -> None:
+    run(2, sharded_by_accelerate, fresh=True)
