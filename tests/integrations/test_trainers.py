@@ -1,15 +1,16 @@
 """Trainers that people use: they train, save and resume a model under a plan, and refuse by name."""
 
 import os
-import pickle
 import shutil
 from pathlib import Path
 from typing import Any
 
+import lightning
 import pytest
 import torch
 import torch.distributed as dist
 from accelerate.utils import DistributedType
+from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -21,8 +22,8 @@ from benchmarks.support.trainers.runs import TRAINERS, train
 from benchmarks.trainers import compare
 from osdp.integrations.accelerate import OSDPAccelerator
 from osdp.integrations.huggingface.trainer import OSDPTrainer
-from osdp.integrations.lightning import OSDPFabricStrategy
-from osdp.runtime.checkpoint import save_pretrained, whole_state_dict
+from osdp.integrations.lightning import OSDPFabricStrategy, OSDPStrategy
+from osdp.runtime.checkpoint import save_pretrained, summarize, whole_state_dict
 from tests.helpers.distributed import run
 from tests.helpers.torchrun import as_under_torchrun
 
@@ -262,8 +263,15 @@ def lightning_saves_all_or_nothing(folder: str) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(2)
-    with pytest.raises((AttributeError, pickle.PicklingError)):
-        strategy.save_checkpoint(folder, {"model": model, "step": 2, "more": lambda: None})
+    with pytest.raises(RuntimeError, match=r"osdp has what it had before: rank 0: \w+Error: Can't pickle"):
+        more = (lambda: None) if dist.get_rank() == 0 else None
+        strategy.save_checkpoint(folder, {"model": model, "step": 2, "more": more})
+    doubled = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(ValueError, match="has no more: leave them out, or pass strict=False"):
+        strategy.load_checkpoint(folder, {"model": model, "more": None})
+    assert all(
+        torch.equal(_local(value), _local(doubled[name])) for name, value in model.state_dict().items()
+    )
     found = strategy.load_checkpoint(folder, {"model": model})
     assert found == {"step": 1}
     assert all(torch.equal(_local(value), _local(saved[name])) for name, value in model.state_dict().items())
@@ -274,8 +282,104 @@ def _local(value: torch.Tensor) -> torch.Tensor:
 
 
 def test_a_lightning_checkpoint_is_published_as_a_whole(tmp_path: Path) -> None:
-    # New weights lay beside the old step, and only rank 0 raised.
+    # New weights lay beside the old step, only rank 0 raised, and what lacked an entry was loaded all the same.
     run(2, lightning_saves_all_or_nothing, str(tmp_path / "state"), fresh=True)
+
+
+class Planned(lightning.LightningModule):
+    """A module with a model under a plan, and with a layer beside it if asked."""
+
+    def __init__(self, with_layer: bool = False) -> None:
+        super().__init__()
+        self.model: Any = None
+        self.layer = nn.Linear(2, 2) if with_layer else None
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            self.model = planned("mixed")
+
+    def training_step(self, batch: Any, index: int) -> torch.Tensor:
+        loss: torch.Tensor = self.model(**batch).loss
+        return loss
+
+    def test_step(self, batch: Any, index: int) -> None:
+        self.log("test", self.model(**batch).loss, sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+def lightning_trainer(folder: str, **options: Any) -> lightning.Trainer:
+    return lightning.Trainer(
+        accelerator="cpu",
+        devices=dist.get_world_size(),
+        strategy=OSDPStrategy(),
+        default_root_dir=folder,
+        max_epochs=2,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **options,
+    )
+
+
+def few_sentences() -> Any:
+    return torch.utils.data.DataLoader(torch.utils.data.Subset(Sentences(), range(8)), batch_size=2)
+
+
+@as_under_torchrun()
+def weights_alone(folder: str) -> None:
+    keep = ModelCheckpoint(
+        folder, monitor="step", mode="max", save_weights_only=True, save_on_train_epoch_end=True
+    )
+    module, trainer = Planned(), lightning_trainer(folder, callbacks=[keep])
+    trainer.fit(module, few_sentences())
+    best = Path(keep.best_model_path)
+    assert [path.name for path in Path(folder).glob("*.ckpt")] == [best.name]
+    assert not summarize(best / "osdp").optimizer_bytes
+    saved = {name: _local(value).clone() for name, value in module.model.state_dict().items()}
+    with torch.no_grad():
+        for parameter in module.model.parameters():
+            parameter.mul_(2)
+    trainer.test(module, few_sentences(), ckpt_path=str(best), verbose=False)
+    assert all(torch.equal(_local(value), saved[name]) for name, value in module.model.state_dict().items())
+    with pytest.raises(ValueError, match="of another model or optimizer; nothing was loaded: it lacks"):
+        lightning_trainer(folder, enable_checkpointing=False).fit(
+            Planned(), few_sentences(), ckpt_path=str(best)
+        )
+    fresh = lightning_trainer(folder, enable_checkpointing=False)
+    fresh.test(Planned(), few_sentences(), verbose=False)
+    fresh.save_checkpoint(f"{folder}/untrained")
+    assert not summarize(f"{folder}/untrained/osdp").optimizer_bytes
+
+
+def test_lightning_keeps_weights_alone_where_it_is_asked_to(tmp_path: Path) -> None:
+    # Optimizer states were saved all the same, and a model that was never trained could not be saved.
+    run(2, weights_alone, str(tmp_path), fresh=True)
+
+
+@as_under_torchrun()
+def trained_outside(folder: str) -> None:
+    with pytest.raises(ValueError, match=r"2 parameters are in no OSDP model, the first is 'layer\.weight'"):
+        lightning_trainer(folder, enable_checkpointing=False).fit(Planned(with_layer=True), few_sentences())
+    averaging = StochasticWeightAveraging(1e-2)
+    with pytest.raises(ValueError, match="averages into a copy of the plain module"):
+        lightning_trainer(folder, enable_checkpointing=False, callbacks=[averaging]).fit(
+            Planned(), few_sentences()
+        )
+    with pytest.raises(ValueError, match="=False: checkpoints are saved by shards"):
+        OSDPStrategy(save_distributed_checkpoint=False)
+    fabric = lightning.Fabric(
+        accelerator="cpu", devices=dist.get_world_size(), strategy=OSDPFabricStrategy(lambda model, _: model)
+    )
+    fabric.launch()
+    with pytest.raises(ValueError, match=r"2 parameters are in no OSDP model, the first is 'weight'"):
+        fabric.setup(nn.Linear(2, 2))
+
+
+def test_lightning_refuses_what_would_drift_apart(tmp_path: Path) -> None:
+    # Each rank trained a copy of its own of layers beside the wrapped model.
+    run(2, trained_outside, str(tmp_path), fresh=True)
 
 
 @as_under_torchrun()
