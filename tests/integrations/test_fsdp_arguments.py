@@ -80,6 +80,21 @@ def test_arguments_mean_what_they_meant(
         ),
         ({"shard_placement_fn": lambda p: None}, "shard_placement_fn: parameters are sharded on dim 0"),
         ({"process_group": (None, None)}, "process_group: pass mesh=, with two axes"),
+        (
+            {"process_group": (None, None), "dp_mesh_dims": object()},
+            "dp_mesh_dims: pass mesh= with the .* alone, .*; process_group: pass mesh=",
+        ),
+        (
+            {"mixed_precision": MixedPrecision(cast_forward_inputs=True, cast_root_forward_inputs=False)},
+            "inputs are cast for all modules or for none; leave out cast_forward_inputs",
+        ),
+        (
+            {
+                "mixed_precision": MixedPrecision(BF16, cast_root_forward_inputs=False),
+                "mp_policy": MixedPrecisionPolicy(BF16),
+            },
+            "mp_policy casts inputs or outputs otherwise than mixed_precision: pass one",
+        ),
     ],
 )
 def test_what_cannot_be_says_why(given: dict[str, Any], said: str) -> None:

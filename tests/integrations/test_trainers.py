@@ -282,7 +282,7 @@ def _local(value: torch.Tensor) -> torch.Tensor:
 
 
 def test_a_lightning_checkpoint_is_published_as_a_whole(tmp_path: Path) -> None:
-    # New weights lay beside the old step, only rank 0 raised, and what lacked an entry was loaded all the same.
+    # New weights lay beside the old step, only rank 0 raised, and what lacked an entry was loaded even so.
     run(2, lightning_saves_all_or_nothing, str(tmp_path / "state"), fresh=True)
 
 
