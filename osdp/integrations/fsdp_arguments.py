@@ -11,6 +11,7 @@ from typing import Any, TypedDict
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffload,
     CPUOffloadPolicy,
@@ -21,9 +22,12 @@ from torch.distributed.fsdp import (
 )
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from osdp.comm.groups import device_of
 from osdp.comm.objects import has_process_group, is_first
 from osdp.plan.sharding import Mode
 from osdp.runtime.computation import Computation
+from osdp.runtime.mesh import data_parallel_mesh
+from osdp.runtime.ranks.shared_faults import raise_together
 
 logger = logging.getLogger(__name__)
 
@@ -225,20 +229,54 @@ def translate(given: Mapping[str, Any]) -> tuple[dict[str, Any], Computation]:
     return options, computation
 
 
-def check_device(device_id: "int | torch.device | None", device: torch.device) -> None:
-    """Refuse a ``device_id`` that is not the device of this rank.
+def without_contradictions(translated: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of this library, and those that arguments of FSDP were translated to.
+
+    Args:
+        translated: Options from :func:`translate`.
+        own: Options as they were passed; ``None`` is none.
 
     Raises:
-        ValueError: It is another.
+        ValueError: Both name an option, and differ; tells of all.
+    """
+    given = {name: value for name, value in own.items() if value is not None or name not in translated}
+    faults = [
+        f"{name}={given[name]}, and an argument of FSDP asks for {translated[name]}: pass one of them"
+        for name in translated.keys() & given.keys()
+        if _plain(given[name]) != _plain(translated[name])
+    ]
+    if faults:
+        raise ValueError("; ".join(sorted(faults)))
+    return {**translated, **given}
+
+
+def _plain(value: Any) -> str:
+    """The word for a mode or a dtype, which options may be."""
+    return str(value).removeprefix("torch.")
+
+
+def check_device(device_id: "int | torch.device | None", model: nn.Module, mesh: DeviceMesh | None) -> None:
+    """Refuse a ``device_id`` that is not the device of its rank; every rank calls it, or none has one.
+
+    Args:
+        device_id: The argument of FSDP.
+        model: The plain model.
+        mesh: The mesh it is to run on, if it was given.
+
+    Raises:
+        ValueError: It is another on some rank; raised on all.
     """
     if device_id is None:
         return
+    device = device_of(mesh if mesh is not None else data_parallel_mesh(model))
     asked = torch.device(device.type, device_id) if isinstance(device_id, int) else device_id
+    fault: Exception | None = None
     if asked.type != device.type or (asked.index is not None and device.index not in (None, asked.index)):
-        raise ValueError(
+        fault = ValueError(
             f"device_id={device_id}, and the model is to run on {device}: call "
             f"torch.accelerator.set_device_index({asked.index or 0}) before, and leave device_id out"
         )
+    raise_together(fault)
 
 
 def _precision_faults(source: str, precision: MixedPrecision | MixedPrecisionPolicy) -> list[str]:
@@ -276,9 +314,7 @@ def _offloads(given: Any) -> bool:
     return bool(given)
 
 
-def _mesh_of(group: dist.ProcessGroup, device: int | torch.device | None) -> Any:
-    from torch.distributed.device_mesh import DeviceMesh
-
+def _mesh_of(group: dist.ProcessGroup, device: int | torch.device | None) -> DeviceMesh:
     kind = device.type if isinstance(device, torch.device) else None
     accelerator = torch.accelerator.current_accelerator()
     if kind is None:
