@@ -58,7 +58,19 @@ class OSDPStrategy(TrainerStrategy):
         super().__init__(data_parallel_size=1, tensor_parallel_size=1, **options)
 
     def setup_environment(self) -> None:
-        """Make the mesh, over all ranks."""
+        """Make the mesh, over all ranks.
+
+        Raises:
+            ValueError: A callback averages weights in a copy of the module.
+        """
+        assert self.lightning_module is not None  # it is connected before
+        for callback in self.lightning_module.trainer.callbacks:
+            if isinstance(callback, StochasticWeightAveraging):
+                raise ValueError(
+                    "StochasticWeightAveraging averages into a copy of the plain module, whose weights are "
+                    "not sharded: leave it out, and keep an average of model.parameters(), which are, by "
+                    "torch's get_swa_multi_avg_fn or get_ema_multi_avg_fn"
+                )
         self._data_parallel_size = self.num_nodes * self.num_processes
         super().setup_environment()
 
@@ -66,15 +78,8 @@ class OSDPStrategy(TrainerStrategy):
         """Set up the model, which ``configure_model`` has wrapped.
 
         Raises:
-            ValueError: A callback averages weights, or parameters that are to be trained are in no wrapped
-                model.
+            ValueError: Parameters that are to be trained are in no wrapped model.
         """
-        if any(isinstance(callback, StochasticWeightAveraging) for callback in trainer.callbacks):
-            raise ValueError(
-                "StochasticWeightAveraging averages into a copy of the plain module, whose weights are not "
-                "sharded: leave it out, and keep an average of model.parameters(), which are, by torch's "
-                "get_swa_multi_avg_fn or get_ema_multi_avg_fn"
-            )
         if trainer.state.fn == TrainerFn.FITTING:
             _check_wrapped(self._lightning_model)
         super().setup(trainer)
