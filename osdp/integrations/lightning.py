@@ -64,7 +64,8 @@ class OSDPStrategy(TrainerStrategy):
             ValueError: A callback averages weights in a copy of the module.
         """
         assert self.lightning_module is not None  # it is connected before
-        for callback in self.lightning_module.trainer.callbacks:
+        trainer: Any = self.lightning_module.trainer  # its stubs leave out the callbacks
+        for callback in trainer.callbacks:
             if isinstance(callback, StochasticWeightAveraging):
                 raise ValueError(
                     "StochasticWeightAveraging averages into a copy of the plain module, whose weights are "
