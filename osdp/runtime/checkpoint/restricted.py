@@ -125,7 +125,7 @@ class RestrictedReader(FileSystemReader):
         key = entry.length, target.shape, target.dtype
         head = self._heads.get(key)
         is_whole = not any(item.storage_offsets) and _takes_bytes(target)
-        if head is not None and is_whole and _description(file.read(len(head))) == _description(head):
+        if head is not None and is_whole and file.read(len(head)) == head:
             bytes_of: Any = target.view(-1).view(torch.uint8).numpy()
             wanted = memoryview(bytes_of)
             filled = 0
@@ -160,12 +160,6 @@ class RestrictedReader(FileSystemReader):
             self._metadata.storage_meta = StorageMeta()
         self._metadata.storage_meta.load_id = self.load_id
         return self._metadata
-
-
-def _description(head: bytes) -> bytes:
-    """What precedes a tensor's bytes in a zip archive, without their checksum in the last header."""
-    at = head.rfind(b"PK\3\4")
-    return head[: at + 14] + head[at + 18 :]
 
 
 def read_plain(folder: Path, metadata: Metadata, name: str) -> Any:
