@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from osdp.errors import AlteredCheckpointError
 
@@ -94,7 +95,7 @@ class _SummedBytes(io.FileIO):
         self._syncing = ThreadPoolExecutor(1, thread_name_prefix="osdp-sync")
         self._syncs: list[Future[None]] = []
 
-    def write(self, data: "bytes | bytearray | memoryview", /) -> int:  # type: ignore[override]
+    def write(self, data: Any, /) -> int:
         """Write some of ``data``, as much as stays cached while it is also summed; returns how much."""
         part = memoryview(data).cast("B")[:_PIECE]
         before = self.sums.nbytes
