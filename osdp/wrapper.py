@@ -105,7 +105,12 @@ class OSDP(Stepped, Wrapped, PlannedModule, nn.Module):
         """Inside fairscale's ``enable_wrap`` only mark ``model`` as a unit of decision and return it."""
         if marks_here(cls):
             check_known(options, OSDP, fsdp_arguments.names())
-            here, _ = _translated(options)
+            here, computation = _translated(options)
+            if computation != Computation():
+                raise ValueError(
+                    "output_dtype, cast_forward_inputs and param_init_fn hold for the whole model: pass them "
+                    "to the root's call, outside of enable_wrap"
+                )
             # fairscale says of its own wrap that it returns a module, which is what callers rely on there.
             return cast(Self, mark(model, here))
         return nn.Module.__new__(cls)
@@ -126,7 +131,10 @@ class OSDP(Stepped, Wrapped, PlannedModule, nn.Module):
         super().__init__()
         check_known(options, OSDP, fsdp_arguments.names())
         here, computation = _translated(options)
-        mesh = here.pop("mesh", None) if mesh is None else mesh
+        asked_for = here.pop("mesh", None)
+        if mesh is not None and asked_for not in (None, mesh):
+            raise ValueError("mesh= is another than device_mesh= or process_group=: pass one of them")
+        mesh = asked_for if mesh is None else mesh
         if mesh is not None:
             mesh, groups = data_parallel_axis(mesh)
             here = (groups if plan is None else {}) | here
@@ -145,11 +153,11 @@ class OSDP(Stepped, Wrapped, PlannedModule, nn.Module):
             computation,
         ).beside_marks(model)
         check_reuse(model, asked)
+        fsdp_arguments.check_device(options.get("device_id"), model, mesh)
         before = PlainParameters(model)
         backwards = Backwards(asked.find_unused_parameters, asked.options["double_backward"])
         self.__dict__["_settings"] = backwards, asked.computation
         self._own(applied_model(model, asked), before)
-        fsdp_arguments.check_device(options.get("device_id"), device_of(self.mesh))
 
     # What can be passed is what __init__ takes: that is what help() and inspect.signature() are to show.
     functools.update_wrapper(__new__, __init__, assigned=(), updated=())
@@ -441,10 +449,10 @@ def _save_as_transformers(
 
 
 def _translated(options: Mapping[str, Any]) -> tuple[dict[str, Any], Computation]:
-    """Options with the arguments of FSDP among them translated; what both name is this library's own."""
+    """Options with the arguments of FSDP among them translated, which must not contradict the others."""
     own = {name: value for name, value in options.items() if name not in fsdp_arguments.names()}
     found, computation = fsdp_arguments.translate({n: v for n, v in options.items() if n not in own})
-    return found | own, computation
+    return fsdp_arguments.without_contradictions(found, own), computation
 
 
 #: The long name, as in the paper's code.

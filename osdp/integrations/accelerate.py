@@ -11,10 +11,16 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import DistributedType
 from torch import nn
 
 from osdp.runtime.checkpoint import load, save, whole_state_dict
+from osdp.runtime.module.replaced import Replaced
+from osdp.runtime.ranks.shared_faults import raise_together
 from osdp.wrapper import OSDP
+
+#: Ways of Accelerate to shard a model itself.
+_SHARDING = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
 
 
 class OSDPAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no types
@@ -34,9 +40,24 @@ class OSDPAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no t
     _models: list[nn.Module]
     _optimizers: list[Any]
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._wrapped: list[OSDP] = []
+    @property
+    def _wrapped(self) -> list[OSDP]:
+        """The prepared models that are under a plan."""
+        return list(dict.fromkeys(model for model in self._models if isinstance(model, OSDP)))
+
+    def prepare(self, *args: Any, **kwargs: Any) -> Any:
+        """Prepare what is given; see :meth:`prepare_model`.
+
+        Raises:
+            ValueError: There is a model under a plan, and Accelerate is told to shard models in its own way.
+        """
+        if self.distributed_type in _SHARDING and any(isinstance(each, OSDP) for each in args):
+            raise ValueError(
+                f"the model is sharded by OSDP, and this Accelerator is to shard it by "
+                f"{self.distributed_type.value}: leave that out of its plugins, or of the configuration of "
+                "accelerate launch"
+            )
+        return super().prepare(*args, **kwargs)
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
@@ -45,8 +66,6 @@ class OSDPAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no t
         if not isinstance(model, OSDP):
             plain: nn.Module = super().prepare_model(model, device_placement, evaluation_mode)
             return plain
-        if not any(model is known for known in self._wrapped):
-            self._wrapped.append(model)
         prepared: nn.Module = super().prepare_model(model, device_placement=False, evaluation_mode=True)
         return prepared
 
@@ -56,32 +75,54 @@ class OSDPAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no t
         """Clip the gradients of a prepared model, over all ranks; returns their norm before.
 
         Raises:
-            ValueError: ``parameters`` are a part of a model under a plan.
+            ValueError: ``parameters`` lack some of a model under a plan that are trained, or have others too.
         """
         given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         identities = {id(parameter) for parameter in given}
         for model in self._wrapped:
             own = {id(parameter) for parameter in model.parameters()}
-            if identities == own:
+            if not identities & own:
+                continue
+            trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+            if trained <= identities <= own:
                 self.unscale_gradients()
                 return model.clip_grad_norm_(max_norm, norm_type)
-            if identities & own:
-                raise ValueError(
-                    f"{len(identities & own)} of the {len(own)} parameters of a model under a plan are to be "
-                    "clipped: pass model.parameters(), of all of them"
-                )
+            others = len(identities - own)
+            raise ValueError(
+                f"{len(identities & own)} of the {len(own)} parameters of a model under a plan are to be "
+                f"clipped{f' together with {others} others' if others else ''}: pass model.parameters(), of "
+                "all of them and of it alone"
+            )
         return super().clip_grad_norm_(given, max_norm, norm_type)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
         """The whole state dict on the CPU of rank 0; of a model under a plan it is empty on other ranks."""
-        if isinstance(model, OSDP):
-            return whole_state_dict(model)
+        inner = getattr(model, "_orig_mod", model)  # it may be compiled
+        if isinstance(inner, OSDP):
+            return whole_state_dict(inner)
         return super().get_state_dict(model, unwrap)
 
     def save_state(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Save what is prepared and registered; models under a plan with their optimizers, by shards."""
+        """Save what is prepared and registered; models under a plan with their optimizers, by shards.
+
+        Raises:
+            RuntimeError: A rank could not write; raised on all ranks.
+        """
+        fault: Exception | None = None
+        found: Any = None
+        iteration = self.project_configuration.iteration
         with self._apart():
-            return super().save_state(output_dir, *args, **kwargs)
+            try:
+                found = super().save_state(output_dir, *args, **kwargs)
+            except Exception as error:  # of whatever is registered; the other ranks wait in any case
+                fault = error
+        try:
+            raise_together(fault)
+        except Exception:
+            # Where nothing failed it was counted, and names the next folder.
+            self.project_configuration.iteration = iteration
+            raise
+        return found
 
     def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
         """Load what :meth:`save_state` wrote, on any number of ranks."""
@@ -111,6 +152,8 @@ class OSDPAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no t
     def _pairs(self) -> list[tuple[OSDP, torch.optim.Optimizer | None]]:
         """Models under a plan, each with the optimizer of its parameters; frozen ones have none."""
         found: list[tuple[OSDP, torch.optim.Optimizer | None]] = []
+        for bare in map(_bare, self._optimizers):
+            Replaced().exchange_in(bare)  # it may have been made before the model was wrapped
         for model in self._wrapped:
             own = {id(parameter) for parameter in model.parameters()}
             mine = [

@@ -21,11 +21,19 @@ def policy_atoms(model: nn.Module, policy: Callable[..., Any]) -> tuple[str, ...
 
     Raises:
         TypeError: ``policy`` is neither.
+        ValueError: It has options of its own for some modules.
     """
     found: list[nn.Module] = []
     run = getattr(policy, "_run_policy", None)
     if run is not None:
-        found = list(run(root_module=model, ignored_modules=set(), root_kwargs={}))
+        options = run(root_module=model, ignored_modules=set(), root_kwargs={})
+        own = sorted({name for given in options.values() for name in given})
+        if own:
+            raise ValueError(
+                f"auto_wrap_policy sets {', '.join(own)} for single modules, which is what a plan decides: "
+                "let it return True for them"
+            )
+        found = list(options)
     elif callable(policy):
         _collect(model, _asker(policy), found, is_root=True)
     else:

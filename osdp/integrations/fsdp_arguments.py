@@ -11,6 +11,7 @@ from typing import Any, TypedDict
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffload,
     CPUOffloadPolicy,
@@ -21,9 +22,12 @@ from torch.distributed.fsdp import (
 )
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from osdp.comm.groups import device_of
 from osdp.comm.objects import has_process_group, is_first
 from osdp.plan.sharding import Mode
 from osdp.runtime.computation import Computation
+from osdp.runtime.mesh import data_parallel_mesh
+from osdp.runtime.ranks.shared_faults import raise_together
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +58,7 @@ class FSDPArguments(TypedDict, total=False):
         forward_prefetch: Not needed, likewise.
         limit_all_gathers: Not needed: what is gathered at a time is in the plan's peak.
         shard_placement_fn: Refused: dim 0 is sharded, or what the plan says.
+        dp_mesh_dims: Refused: ``mesh`` has the data-parallel axes alone.
         flatten_parameters: Not needed; of fairscale.
         move_params_to_cpu: ``cpu_offload``; of fairscale.
         compute_dtype: ``param_dtype``; of fairscale.
@@ -85,6 +90,7 @@ class FSDPArguments(TypedDict, total=False):
     forward_prefetch: bool
     limit_all_gathers: bool
     shard_placement_fn: Any
+    dp_mesh_dims: Any
     flatten_parameters: bool
     move_params_to_cpu: bool
     compute_dtype: torch.dtype | None
@@ -122,6 +128,7 @@ _REFUSED = {
     "ignored_params": _IGNORED,
     "ignored_states": _IGNORED,
     "shard_placement_fn": "parameters are sharded on dim 0, or as the plan says; leave it out",
+    "dp_mesh_dims": 'pass mesh= with the data-parallel axes alone, mesh["replicate", "shard"] for example',
 }
 
 _STRATEGIES = {
@@ -160,6 +167,7 @@ def translate(given: Mapping[str, Any]) -> tuple[dict[str, Any], Computation]:
         if options.setdefault(name, value) != value:
             faults.append(f"{source} asks for {name}={value}, and another argument for {options[name]}")
 
+    first: Computation | None = None
     for source in ("mixed_precision", "mp_policy"):
         precision = given.get(source)
         if precision is True:  # fairscale's
@@ -175,6 +183,9 @@ def translate(given: Mapping[str, Any]) -> tuple[dict[str, Any], Computation]:
             cast_forward_inputs=getattr(precision, "cast_root_forward_inputs", precision.cast_forward_inputs),
             param_init_fn=computation.param_init_fn,
         )
+        if first not in (None, computation):
+            faults.append(f"{source} casts inputs or outputs otherwise than mixed_precision: pass one")
+        first = computation
     put("param_dtype", given.get("compute_dtype"), "compute_dtype")
     if given.get("fp32_reduce_scatter"):
         put("reduce_dtype", torch.float32, "fp32_reduce_scatter")
@@ -202,9 +213,14 @@ def translate(given: Mapping[str, Any]) -> tuple[dict[str, Any], Computation]:
             "that fits"
         )
     put("mesh", given.get("device_mesh"), "device_mesh")
-    if given.get("process_group") is not None:
-        mesh = _mesh_of(given["process_group"], given.get("device_id"))
-        put("mesh", mesh, "process_group")
+    group = given.get("process_group")
+    if isinstance(group, dist.ProcessGroup):
+        put("mesh", _mesh_of(group, given.get("device_id")), "process_group")
+    elif group is not None:
+        faults.append(
+            "process_group: pass mesh=, with two axes for groups of ranks: init_device_mesh(device, (nodes, "
+            'per_node), mesh_dim_names=("replicate", "shard"))'
+        )
     if faults:
         raise ValueError("; ".join(faults))
     if notes and (not has_process_group() or is_first()):
@@ -213,26 +229,65 @@ def translate(given: Mapping[str, Any]) -> tuple[dict[str, Any], Computation]:
     return options, computation
 
 
-def check_device(device_id: "int | torch.device | None", device: torch.device) -> None:
-    """Refuse a ``device_id`` that is not the device of this rank.
+def without_contradictions(translated: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of this library, and those that arguments of FSDP were translated to.
+
+    Args:
+        translated: Options from :func:`translate`.
+        own: Options as they were passed; ``None`` is none.
 
     Raises:
-        ValueError: It is another.
+        ValueError: Both name an option, and differ; tells of all.
+    """
+    given = {name: value for name, value in own.items() if value is not None or name not in translated}
+    faults = [
+        f"{name}={given[name]}, and an argument of FSDP asks for {translated[name]}: pass one of them"
+        for name in translated.keys() & given.keys()
+        if _plain(given[name]) != _plain(translated[name])
+    ]
+    if faults:
+        raise ValueError("; ".join(sorted(faults)))
+    return {**translated, **given}
+
+
+def _plain(value: Any) -> str:
+    """The word for a mode or a dtype, which options may be."""
+    return str(value).removeprefix("torch.")
+
+
+def check_device(device_id: "int | torch.device | None", model: nn.Module, mesh: DeviceMesh | None) -> None:
+    """Refuse a ``device_id`` that is not the device of its rank; every rank calls it, or none has one.
+
+    Args:
+        device_id: The argument of FSDP.
+        model: The plain model.
+        mesh: The mesh it is to run on, if it was given.
+
+    Raises:
+        ValueError: It is another on some rank; raised on all.
     """
     if device_id is None:
         return
+    device = device_of(mesh if mesh is not None else data_parallel_mesh(model))
     asked = torch.device(device.type, device_id) if isinstance(device_id, int) else device_id
+    fault: Exception | None = None
     if asked.type != device.type or (asked.index is not None and device.index not in (None, asked.index)):
-        raise ValueError(
+        fault = ValueError(
             f"device_id={device_id}, and the model is to run on {device}: call "
             f"torch.accelerator.set_device_index({asked.index or 0}) before, and leave device_id out"
         )
+    raise_together(fault)
 
 
 def _precision_faults(source: str, precision: MixedPrecision | MixedPrecisionPolicy) -> list[str]:
     if not isinstance(precision, MixedPrecision):
         return []
     faults = []
+    if precision.cast_forward_inputs and not precision.cast_root_forward_inputs:
+        faults.append(
+            f"{source}: cast_root_forward_inputs=False: inputs are cast for all modules or for none; leave "
+            "out cast_forward_inputs"
+        )
     if precision.keep_low_precision_grads:
         faults.append(f"{source}: keep_low_precision_grads: gradients have the dtype of their parameters")
     if precision.buffer_dtype is not None:
@@ -259,14 +314,7 @@ def _offloads(given: Any) -> bool:
     return bool(given)
 
 
-def _mesh_of(group: Any, device: int | torch.device | None) -> Any:
-    from torch.distributed.device_mesh import DeviceMesh
-
-    if not isinstance(group, dist.ProcessGroup):
-        raise ValueError(
-            "process_group: pass mesh=, with two axes for groups of ranks: init_device_mesh(device, (nodes, "
-            'per_node), mesh_dim_names=("replicate", "shard"))'
-        )
+def _mesh_of(group: dist.ProcessGroup, device: int | torch.device | None) -> DeviceMesh:
     kind = device.type if isinstance(device, torch.device) else None
     accelerator = torch.accelerator.current_accelerator()
     if kind is None:

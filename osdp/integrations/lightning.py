@@ -11,12 +11,19 @@ from typing import Any
 
 import torch
 from lightning.fabric.strategies.model_parallel import ModelParallelStrategy as FabricStrategy
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.strategies.model_parallel import ModelParallelStrategy as TrainerStrategy
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.device_mesh import DeviceMesh
 
 from osdp.comm.objects import broadcast_object
 from osdp.runtime.checkpoint import load, save
+from osdp.runtime.checkpoint.folder import CheckpointContents
+from osdp.runtime.checkpoint.kept import KeptState
+from osdp.runtime.ranks.shared_faults import raise_together
 from osdp.wrapper import OSDP
 
 #: The folder inside a checkpoint of Lightning, in which all of it is: one rename publishes it.
@@ -26,13 +33,14 @@ _REST = "lightning"
 
 
 class OSDPStrategy(TrainerStrategy):
-    """Strategy of Lightning's Trainer; wrap the model in ``configure_model``.
+    """Strategy of Lightning's Trainer; wrap the model in ``configure_model``, which is called more than once.
 
     ::
 
         class Module(lightning.LightningModule):
             def configure_model(self):
-                self.model = OSDP(self.model, batch, "40GiB", mesh=self.device_mesh["data_parallel"])
+                if not isinstance(self.model, OSDP):
+                    self.model = OSDP(self.model, batch, "40GiB", mesh=self.device_mesh["data_parallel"])
 
             def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, **_):
                 self.model.clip_grad_norm_(gradient_clip_val)
@@ -40,15 +48,42 @@ class OSDPStrategy(TrainerStrategy):
         lightning.Trainer(strategy=OSDPStrategy(), gradient_clip_val=1.0)
 
     All ranks are data-parallel. Checkpoints are folders, which load on another number of ranks.
+
+    Raises:
+        ValueError: An option asks for checkpoints of another kind.
     """
 
     def __init__(self, **options: Any) -> None:
+        _check_options(options)
         super().__init__(data_parallel_size=1, tensor_parallel_size=1, **options)
 
     def setup_environment(self) -> None:
-        """Make the mesh, over all ranks."""
+        """Make the mesh, over all ranks.
+
+        Raises:
+            ValueError: A callback averages weights in a copy of the module.
+        """
+        assert self.lightning_module is not None  # it is connected before
+        trainer: Any = self.lightning_module.trainer  # its stubs leave out the callbacks
+        for callback in trainer.callbacks:
+            if isinstance(callback, StochasticWeightAveraging):
+                raise ValueError(
+                    "StochasticWeightAveraging averages into a copy of the plain module, whose weights are "
+                    "not sharded: leave it out, and keep an average of model.parameters(), which are, by "
+                    "torch's get_swa_multi_avg_fn or get_ema_multi_avg_fn"
+                )
         self._data_parallel_size = self.num_nodes * self.num_processes
         super().setup_environment()
+
+    def setup(self, trainer: Trainer) -> None:
+        """Set up the model, which ``configure_model`` has wrapped.
+
+        Raises:
+            ValueError: Parameters that are to be trained are in no wrapped model.
+        """
+        if trainer.state.fn == TrainerFn.FITTING:
+            _check_wrapped(self._lightning_model)
+        super().setup(trainer)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Nothing: :meth:`save_checkpoint` saves the model by its shards."""
@@ -69,14 +104,19 @@ class OSDPStrategy(TrainerStrategy):
         rest = {
             key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")
         }
-        _save(filepath, self._lightning_model, self._one_optimizer, rest, storage_options)
+        # Where weights alone are asked for there are none, as in a model that is not trained.
+        optimizer = self._one_optimizer if checkpoint.get("optimizer_states") else None
+        _save(filepath, self._lightning_model, optimizer, rest, storage_options)
 
     def load_checkpoint(
         self, checkpoint_path: str | Path, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Read what :meth:`save_checkpoint` wrote."""
-        optimizer = self._one_optimizer if self.optimizers else None
-        return _load(checkpoint_path, self._lightning_model, optimizer, weights_only)
+        assert self.lightning_module is not None  # there are no checkpoints before
+        folder, rest = _read_rest(checkpoint_path, weights_only)
+        is_trained = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+        load(folder, self.lightning_module, self._one_optimizer if is_trained and self.optimizers else None)
+        return rest
 
     @property
     def _lightning_model(self) -> nn.Module:
@@ -100,9 +140,14 @@ class OSDPFabricStrategy(FabricStrategy):
 
     Args:
         parallelize_fn: Wraps a model on a mesh of all ranks.
+        **options: Those of Lightning's strategy, but for degrees.
+
+    Raises:
+        ValueError: An option asks for checkpoints of another kind.
     """
 
     def __init__(self, parallelize_fn: Callable[[nn.Module, DeviceMesh], OSDP], **options: Any) -> None:
+        _check_options(options)
         super().__init__(
             lambda model, mesh: parallelize_fn(model, mesh["data_parallel"]),
             data_parallel_size=1,
@@ -114,6 +159,16 @@ class OSDPFabricStrategy(FabricStrategy):
         """Make the mesh, over all ranks."""
         self._data_parallel_size = self.num_nodes * self.num_processes
         super().setup_environment()
+
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        """Wrap ``module``.
+
+        Raises:
+            ValueError: Parameters that are to be trained are in no wrapped model.
+        """
+        found = super().setup_module(module)
+        _check_wrapped(found)
+        return found
 
     def save_checkpoint(
         self,
@@ -144,12 +199,14 @@ class OSDPFabricStrategy(FabricStrategy):
 
         Raises:
             ValueError: ``state`` has not one model; or ``strict``, and the checkpoint lacks an entry of it.
+                Nothing was changed.
         """
         model, optimizer, rest = _parts(state if isinstance(state, dict) else {"model": state})
-        found = _load(path, model, optimizer, weights_only)
+        folder, found = _read_rest(path, weights_only)
         missing = sorted(rest.keys() - found.keys())
         if missing and strict:
             raise ValueError(f"{path} has no {', '.join(missing)}: leave them out, or pass strict=False")
+        load(folder, model, optimizer)
         for key in rest.keys() & found.keys():
             value = found.pop(key)
             if hasattr(rest[key], "load_state_dict"):
@@ -183,6 +240,28 @@ def _only(optimizers: list[Any]) -> torch.optim.Optimizer:
     return found
 
 
+def _check_options(options: Mapping[str, Any]) -> None:
+    if not options.get("save_distributed_checkpoint", True):
+        raise ValueError(
+            "save_distributed_checkpoint=False: checkpoints are saved by shards; "
+            "osdp.runtime.checkpoint.export makes one file of them"
+        )
+
+
+def _check_wrapped(module: nn.Module) -> None:
+    """Refuse parameters outside wrapped models: nobody would reduce their gradients."""
+    models = [part for part in module.modules() if isinstance(part, OSDP)]
+    inside = {id(parameter) for model in models for parameter in model.module.parameters()}
+    trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+    loose = [name for name, parameter in trained.items() if id(parameter) not in inside]
+    if loose:
+        raise ValueError(
+            f"{len(loose)} parameters are in no OSDP model, the first is {loose[0]!r}: their gradients would "
+            "not be reduced over the ranks, whose copies would drift apart. Wrap a module that has them all, "
+            "or freeze them"
+        )
+
+
 def _save(
     path: str | Path,
     model: nn.Module,
@@ -194,27 +273,40 @@ def _save(
         raise ValueError(
             "storage_options= is not for checkpoints by shards, which are folders of a file system"
         )
-    folder = Path(broadcast_object(str(path)))
+    folder = Path(broadcast_object(str(path))) / STATE_FOLDER
     file = io.BytesIO()
-    torch.save(dict(rest), file)
+    fault: Exception | None = None
+    try:
+        torch.save(dict(rest), file)
+    except Exception as error:  # of what cannot be pickled, whatever it raises; the other ranks wait
+        fault = error
+    raise_together(fault, f"{folder} has what it had before")
     save(
-        folder / STATE_FOLDER,
+        folder,
         model,
         optimizer,
         extra={_REST: torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)},
     )
 
 
-def _load(
-    path: str | Path,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    weights_only: bool | None,
-) -> dict[str, Any]:
-    folder = Path(broadcast_object(str(path)))
-    kept = load(folder / STATE_FOLDER, model, optimizer)
-    if not isinstance(kept.extra, dict) or _REST not in kept.extra:
+def _read_rest(path: str | Path, weights_only: bool | None) -> tuple[Path, dict[str, Any]]:
+    """The folder of a checkpoint, and what Lightning saved in it, before anything is loaded."""
+    folder = Path(broadcast_object(str(path))) / STATE_FOLDER
+    contents = CheckpointContents(Metadata({}), None, "")
+    fault: Exception | None = None
+    try:
+        contents = CheckpointContents.read(folder)
+    except (OSError, ValueError) as error:
+        fault = error
+    raise_together(fault)
+    extra = KeptState.read(folder, contents).plain.get("extra")
+    if not isinstance(extra, dict) or _REST not in extra:
         raise ValueError(f"{folder} has model and optimizer, but nothing that Lightning saved with them")
-    file = io.BytesIO(kept.extra[_REST].numpy().tobytes())
-    found: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=weights_only is not False)
-    return found
+    found: dict[str, Any] = {}
+    try:
+        file = io.BytesIO(extra[_REST].numpy().tobytes())
+        found = torch.load(file, map_location="cpu", weights_only=weights_only is not False)
+    except Exception as error:  # whatever the bytes lead to
+        fault = ValueError(f"what Lightning saved in {folder} cannot be read: {error}")
+    raise_together(fault)
+    return folder, found

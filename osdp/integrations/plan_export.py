@@ -93,6 +93,7 @@ def to_transformers(plan: Plan) -> Exported:
     lost = list(_lost(plan, sharding))
     lost += [f"{differing} modules get the choice of most layers"] if differing else []
     lost += [f"{joined} units of several modules are gathered module by module"] if joined else []
+    lost += _lost_offload(units, False)
     if sharding.recomputed:
         lost.append("which blocks are recomputed: gradient_checkpointing=True recomputes all")
     arguments: dict[str, Any] = {"fsdp_size": plan.dp, "fsdp_plan": styles}
@@ -100,6 +101,10 @@ def to_transformers(plan: Plan) -> Exported:
         arguments["fsdp_mixed_precision"] = True
         if plan.training.param_dtype != "bfloat16":
             lost.append(f"{plan.training.param_dtype}: it computes in bfloat16")
+        if plan.training.reduce_dtype != "float32":
+            lost.append(f"reductions in {_reduced_in(plan)}: it reduces in float32")
+    elif plan.training.reduce_dtype is not None:
+        lost.append(f"reductions in {_reduced_in(plan)}: gradients are reduced as they are")
     return Exported(arguments, tuple(lost))
 
 
@@ -123,12 +128,14 @@ def to_accelerate(plan: Plan, model: nn.Module) -> Exported:
     classes = sorted(
         {type(model.get_submodule(name)).__name__ for unit in units for name in _blocks(unit)} - {""}
     )
+    inner = [unit for unit in units if not unit.root]
+    offloads = bool(inner) and all(unit.offloaded for unit in inner)
     fsdp: dict[str, Any] = {
         "fsdp_version": 2,
         "fsdp_reshard_after_forward": by_choice[True] > by_choice[False],
         "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP" if classes else "NO_WRAP",
         "fsdp_state_dict_type": "SHARDED_STATE_DICT",
-        "fsdp_offload_params": all(unit.offloaded for unit in units if not unit.root),
+        "fsdp_offload_params": offloads,
         "fsdp_activation_checkpointing": bool(sharding.recomputed),
     }
     if classes:
@@ -145,7 +152,12 @@ def to_accelerate(plan: Plan, model: nn.Module) -> Exported:
     lost = [
         *_lost(plan, sharding),
         "all decisions for single operators: one choice holds for all that is wrapped",
+        *_lost_offload(inner, offloads),
     ]
+    if not classes and inner:
+        lost.append("all units: the plan has no whole blocks, so that the model is gathered as one")
+    if plan.training.reduce_dtype not in (None, plan.training.param_dtype):
+        lost.append(f"reductions in {_reduced_in(plan)}: it reduces in the dtype of mixed_precision")
     return Exported(content, tuple(lost))
 
 
@@ -182,6 +194,15 @@ def _policy(plan: Plan) -> str:
     training = plan.training
     named = {"param_dtype": training.param_dtype, "reduce_dtype": training.reduce_dtype}
     return ", ".join(f"{name}=torch.{value}" for name, value in named.items() if value is not None)
+
+
+def _reduced_in(plan: Plan) -> str:
+    return plan.training.reduce_dtype or plan.training.param_dtype or "the dtype of gradients"
+
+
+def _lost_offload(units: Iterable[Unit], all_are: bool) -> list[str]:
+    count = sum(unit.offloaded for unit in units)
+    return [f"{count} units in host memory stay on the device"] if count and not all_are else []
 
 
 def _lost(plan: Plan, sharding: ShardingPlan) -> tuple[str, ...]:

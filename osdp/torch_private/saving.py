@@ -22,9 +22,11 @@ from torch.distributed.checkpoint.planner import ReadItem, SavePlan
 @contextmanager
 def in_one_process() -> Iterator[None]:
     """Inside, saving and loading without a process group is what is meant, of which torch otherwise warns."""
+    if dist.is_initialized():
+        yield  # filters of warnings are the whole process's: a save in the background leaves them alone
+        return
     with warnings.catch_warnings():
-        if not dist.is_initialized():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or")
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or")
         yield
 
 
@@ -37,14 +39,14 @@ def put_entry(planner: DefaultLoadPlanner, item: ReadItem, value: Any) -> None:
         planner.state_dict[name] = value
 
 
-def layout_and_offset(file: IO[bytes]) -> tuple[bytes, int]:
+def layout_and_offset(file: IO[bytes]) -> tuple[tuple[bytes, bytes], int]:
     """How ``torch.save`` described the one tensor in ``file``, and where its bytes begin.
 
     Two tensors whose descriptions are equal have equal shapes, strides, dtypes and orders of bytes.
     """
     reader: Any = torch._C.PyTorchFileReader(file)
     order = reader.get_record("byteorder") if reader.has_record("byteorder") else b""
-    return reader.get_record("data.pkl") + order, reader.get_record_offset("data/0")
+    return (reader.get_record("data.pkl"), order), reader.get_record_offset("data/0")
 
 
 def entry_file(reader: FileSystemReader, stream: IO[bytes], entry: Any) -> IO[bytes]:

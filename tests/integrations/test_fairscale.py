@@ -130,6 +130,10 @@ def test_policies_of_torch_and_fairscale() -> None:
     assert policy_atoms(net, by_size(10**6)) == ()
     with pytest.raises(TypeError, match="int"):
         policy_atoms(net, 3)
+    # Dropped, without a word.
+    apart = CustomPolicy(lambda module: {"sharding_strategy": "NO_SHARD"} if module is net.head else False)
+    with pytest.raises(ValueError, match="sets sharding_strategy for single modules"):
+        policy_atoms(net, apart)
 
 
 def test_without_fairscale_models_are_wrapped_all_the_same(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import (
 
 from osdp import OSDP, ModelDesc
 from osdp.integrations import fsdp_arguments
-from osdp.integrations.fsdp_arguments import FSDPArguments, translate
+from osdp.integrations.fsdp_arguments import FSDPArguments, translate, without_contradictions
 from osdp.plan.sharding import Mode
 from osdp.runtime.computation import Computation
 from tests.habits.running.plans import device_of
@@ -80,11 +80,39 @@ def test_arguments_mean_what_they_meant(
         ),
         ({"shard_placement_fn": lambda p: None}, "shard_placement_fn: parameters are sharded on dim 0"),
         ({"process_group": (None, None)}, "process_group: pass mesh=, with two axes"),
+        (
+            {"process_group": (None, None), "dp_mesh_dims": object()},
+            "dp_mesh_dims: pass mesh= with the .* alone, .*; process_group: pass mesh=",
+        ),
+        (
+            {"mixed_precision": MixedPrecision(cast_forward_inputs=True, cast_root_forward_inputs=False)},
+            "inputs are cast for all modules or for none; leave out cast_forward_inputs",
+        ),
+        (
+            {
+                "mixed_precision": MixedPrecision(BF16, cast_root_forward_inputs=False),
+                "mp_policy": MixedPrecisionPolicy(BF16),
+            },
+            "mp_policy casts inputs or outputs otherwise than mixed_precision: pass one",
+        ),
     ],
 )
 def test_what_cannot_be_says_why(given: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         translate(given)
+
+
+def test_own_options_and_arguments_of_fsdp_may_agree_only() -> None:
+    # Those of FSDP were dropped, without a word.
+    translated = {"strategy": Mode.FULL_SHARD, "param_dtype": BF16, "offload": True}
+    agreed = {"strategy": "FULL_SHARD", "param_dtype": "bfloat16", "offload": None, "slices": ()}
+    found = without_contradictions(translated, agreed)
+    assert found == {"strategy": "FULL_SHARD", "param_dtype": "bfloat16", "offload": True, "slices": ()}
+    with pytest.raises(ValueError, match=r"offload=False, .* for True: .*; strategy=NO_SHARD, and"):
+        without_contradictions(translated, {"strategy": "NO_SHARD", "offload": False})
+    with enable_wrap(wrapper_cls=OSDP, mp_policy=MixedPrecisionPolicy(output_dtype=F32)):
+        with pytest.raises(ValueError, match="hold for the whole model: pass them to the root's call"):
+            wrap(nn.Linear(1, 1))
 
 
 def test_all_faults_are_told_at_once() -> None:
@@ -247,12 +275,15 @@ def _hybrid() -> None:
     assert wrapped.mesh.size() == 4 and Mode.HYBRID_SHARD in wrapped.plan.modes.values()
     assert {unit.group_size for unit in wrapped.plan.units if unit.mode is Mode.HYBRID_SHARD} == {2}
     wrapped(x).sum().backward()
-    with pytest.raises(ValueError, match=r"device_id=meta, and the model is to run on cpu"):
-        OSDP(
-            nn.Linear(16, 2),
-            plan=plan_by_hand(nn.Linear(16, 2), Mode.NO_SHARD, 4),
-            device_id=torch.device("meta"),
-        )
+    plain = nn.Linear(16, 2)
+    weight, plan = plain.weight, plan_by_hand(plain, Mode.NO_SHARD, 4)
+    # It was told on the rank alone whose device it is not, once the model was wrapped.
+    device_id = torch.device("meta" if dist.get_rank() == 1 else "cpu")
+    with pytest.raises(ValueError, match=r"rank 1: device_id=meta, and the model is to run on cpu"):
+        OSDP(plain, plan=plan, device_id=device_id)
+    assert plain.weight is weight and type(weight) is nn.Parameter
+    with pytest.raises(ValueError, match="mesh= is another than device_mesh= or process_group="):
+        OSDP(plain, plan=plan, mesh=init_device_mesh("cpu", (4,)), device_mesh=mesh)
 
 
 def test_a_mesh_of_two_axes_is_that_of_hsdp() -> None:

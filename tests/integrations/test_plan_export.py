@@ -1,5 +1,6 @@
 """A plan that is written for another library is loaded and trained there, and says what is lost."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ from torch.distributed.fsdp import FSDPModule
 from benchmarks.support.trainers.problem import Sentences, plain_model
 from osdp import ModelDesc, Plan, Training
 from osdp.integrations.plan_export import to_accelerate, to_fully_shard, to_transformers
+from osdp.plan.sharding import Mode
 from tests.habits.running.plans import plan_of
 from tests.helpers.distributed import run
+from tests.helpers.plans import ROOT, offload, plan_by_hand
 from tests.helpers.torchrun import as_under_torchrun
 
 
@@ -136,3 +139,17 @@ def test_what_is_lost_is_told() -> None:
     assert "gradient_checkpointing=True recomputes all" in " ".join(to_transformers(mixed("sliced")).lost)
     assert "one choice holds for all" in " ".join(to_accelerate(mixed(), plain_model()).lost)
     assert to_fully_shard(mixed("full_shard")).lost == ()
+
+
+def test_offloading_and_dtypes_that_are_lost_are_told() -> None:
+    plan, model = offload(mixed()), plain_model()
+    for exported in (to_transformers(plan), to_accelerate(plan, model)):
+        assert re.search(r"\d+ units in host memory stay on the device", " ".join(exported.lost))
+    # Of a plan with nothing but the root's unit everything was offloaded.
+    whole = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    in_root = plan_by_hand(whole, Mode.SHARD_GRAD_OP, 2, groups={"0": ROOT, "1": ROOT})
+    assert to_accelerate(in_root, whole).content["fsdp_config"]["fsdp_offload_params"] is False
+    apart = plan_by_hand(whole, Mode.FULL_SHARD, 2, param_dtype="bfloat16", reduce_dtype="float32")
+    assert "it reduces in the dtype of mixed_precision" in " ".join(to_accelerate(apart, whole).lost)
+    alike = plan_by_hand(whole, Mode.FULL_SHARD, 2, param_dtype="bfloat16")
+    assert "reductions in bfloat16: it reduces in float32" in " ".join(to_transformers(alike).lost)

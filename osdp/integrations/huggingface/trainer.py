@@ -6,12 +6,16 @@ it trains is the wrapper. What it does by itself (wrapping, clipping, checkpoint
 
 import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import get_mixed_precision_context_manager
 from torch import nn
 from transformers import Trainer
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.trainer import SCHEDULER_NAME, TRAINING_ARGS_NAME
 
 from osdp.runtime.checkpoint import load, save, save_pretrained
@@ -33,7 +37,7 @@ class OSDPTrainer(Trainer):
     Everything else is as with ``Trainer``: accumulation, ``max_grad_norm``, evaluation, ``generate`` in it,
     ``save_total_limit``, ``load_best_model_at_end``, ``resume_from_checkpoint`` (on another number of ranks,
     too). For bfloat16 plan with ``OSDP(..., param_dtype="bfloat16")`` rather than pass ``bf16``, which
-    computes in bfloat16 copies that no plan counts.
+    computes in bfloat16 copies that no plan counts. Blocks are compiled before wrapping.
 
     Args:
         model: The model, wrapped; for others use ``Trainer``.
@@ -45,7 +49,8 @@ class OSDPTrainer(Trainer):
 
     Raises:
         TypeError: The model is not wrapped.
-        ValueError: It is cut into stages, or the Trainer is told to shard it in its own way.
+        ValueError: It is cut into stages, or the Trainer is told to shard or to compile it in its own way, or
+            to load the best adapters without keeping what they are loaded from.
     """
 
     osdp: OSDP
@@ -63,13 +68,36 @@ class OSDPTrainer(Trainer):
                 f"pp={dims.pp} and tp={dims.tp}: plan for data parallelism alone, or use model.train_step"
             )
         self.osdp = model
+        super().__init__(model.module, *args, **kwargs)
+        self._check_arguments()
+        smoother: Any = self.label_smoother
+        if smoother is not None and _predicts_next_tokens(model.module):
+            # Trainer goes by the class of what it trains, which is the wrapper's.
+            smoother = partial(smoother, shift_labels=True)
+        self.label_smoother = smoother
         # As of a module of FSDP2: generate() then goes on on all ranks until the last one is done.
         model.module.__dict__["_is_fsdp_managed_module"] = True
-        super().__init__(model.module, *args, **kwargs)
+
+    def _check_arguments(self) -> None:
+        faults = []
         if self.is_fsdp_enabled or self.is_deepspeed_enabled:
-            raise ValueError(
-                "the model is sharded by OSDP: leave fsdp= and deepspeed= out of TrainingArguments"
+            faults.append("the model is sharded by OSDP: leave fsdp= and deepspeed= out of TrainingArguments")
+        if self.args.torch_compile:
+            faults.append(
+                "torch_compile= is for models that the Trainer wraps: leave it out, and compile blocks "
+                "before wrapping, block.compile()"
             )
+        if self.args.load_best_model_at_end and self.args.save_only_model and self._has_adapters:
+            faults.append(
+                "load_best_model_at_end reads adapters by shards, which save_only_model does not save: leave "
+                "one of the two out"
+            )
+        if faults:
+            raise ValueError("; ".join(faults))
+
+    @property
+    def _has_adapters(self) -> bool:
+        return hasattr(self.osdp.module, "peft_config")
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """It is where its mesh is."""
@@ -77,6 +105,17 @@ class OSDPTrainer(Trainer):
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
         del model, training, dataloader
         return self.osdp
+
+    def autocast_smart_context_manager(
+        self, cache_enabled: bool | None = True
+    ) -> AbstractContextManager[Any]:
+        """Autocast, if ``bf16`` or ``fp16`` ask for it: here nothing else does, since nothing is wrapped."""
+        del cache_enabled
+        accelerator = self.accelerator
+        found: AbstractContextManager[Any] = get_mixed_precision_context_manager(
+            accelerator.native_amp, accelerator.autocast_handler
+        )
+        return found
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """The optimizer, with the same parameter groups under every plan, so that its states load."""
@@ -87,13 +126,24 @@ class OSDPTrainer(Trainer):
         return optimizer
 
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
-        self.accelerator.unscale_gradients()
-        return self.osdp.clip_grad_norm_(self.args.max_grad_norm)
+        return self._clip(self.args.max_grad_norm)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> float:
         # An infinite bound clips nothing.
-        found = self.osdp.clip_grad_norm_(float("inf")) if grad_norm is None else grad_norm
-        return float(found)
+        return float(self._clip(float("inf")) if grad_norm is None else grad_norm)
+
+    def _clip(self, max_norm: float) -> torch.Tensor:
+        self.accelerator.unscale_gradients()
+        return self.osdp.clip_grad_norm_(max_norm)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Save all; what goes wrong on one rank is raised on all, which would wait for it."""
+        fault: Exception | None = None
+        try:
+            super()._save_checkpoint(model, trial)
+        except Exception as error:  # of whatever is saved
+            fault = error
+        raise_together(fault)
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         folder = output_dir or str(self.args.output_dir)
@@ -157,13 +207,23 @@ class OSDPTrainer(Trainer):
     def _load_best_model(self) -> None:
         best = self.state.best_model_checkpoint
         assert best is not None  # the caller has found it
-        self.osdp.load_pretrained(best)
+        if self._has_adapters:
+            # Its weights in the format of Hugging Face are those of the adapters alone.
+            load(Path(best) / STATE_FOLDER, self.osdp)
+        else:
+            self.osdp.load_pretrained(best)
 
     @property
     def _bare_optimizer(self) -> torch.optim.Optimizer:
         found: Any = self.optimizer
         bare: torch.optim.Optimizer = getattr(found, "optimizer", found)
         return bare
+
+
+def _predicts_next_tokens(module: Any) -> bool:
+    """Whether labels of a model are those of the next positions, by the list that the Trainer goes by."""
+    base = module.get_base_model() if hasattr(module, "get_base_model") else module
+    return type(base).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
 
 
 def _join_equal_groups(optimizer: torch.optim.Optimizer) -> None:

@@ -48,6 +48,12 @@ def _tell_failure(future: Future[None]) -> None:
         logger.error("a checkpoint was not saved in the background: %s", error)
 
 
+def wait_for_saves() -> None:
+    """Wait for the saves in the background that this process has started, however they end."""
+    if _writer.cache_info().currsize:
+        _writer().submit(lambda: None).result()
+
+
 @cache
 def _writer() -> ThreadPoolExecutor:
     # One thread: saves are written one after another, in the same order on all ranks.
@@ -73,6 +79,8 @@ def copy_of(state: dict[str, Any]) -> dict[str, Any]:
 def _copied(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _copied(inner) for name, inner in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(_copied, value))
     if isinstance(value, DTensor):
         local = _copied(value.to_local())
         return DTensor.from_local(

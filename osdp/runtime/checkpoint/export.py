@@ -112,6 +112,7 @@ def export(path: str | Path, output: str | Path, *, config: str | Path | None = 
     }
     # A name of its own: what a killed export left is in nobody's way.
     partial = target.with_name(f"{target.name}.partial-{secrets.token_hex(4)}")
+    target.parent.mkdir(parents=True, exist_ok=True)
     try:
         if target.suffix in (".pt", ".pth", ".bin"):
             torch.save(_read(source, metadata, specs), partial)

@@ -17,13 +17,13 @@ import os
 import re
 import secrets
 import socket
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
@@ -77,7 +77,8 @@ class NewCheckpoint:
     """
 
     def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
+        # It may be written after the process has gone to another folder.
+        self.path = Path(path).absolute()
         self._first = is_first()
         self._old: set[str] = set()
         token = broadcast_object(secrets.token_hex(6))
@@ -90,33 +91,49 @@ class NewCheckpoint:
             fault = error
         what = f"no checkpoint was saved at {path}"
         raise_together(fault, what)
-        if not probe.exists():
-            fault = RuntimeError(
-                f"{socket.gethostname()} does not see what rank 0 writes to {self.path.absolute()}: name "
-                "one folder, on a file system that all ranks share"
-            )
+        try:
+            if not probe.exists():
+                fault = RuntimeError(
+                    f"{socket.gethostname()} does not see what rank 0 writes to {self.path}: name one "
+                    "folder, on a file system that all ranks share"
+                )
+        except OSError as error:
+            fault = error
         raise_together(fault, what)
         self.writer = CheckpointWriter(self.path, token)
 
     def _prepare(self, probe: Path) -> None:
         self.path.mkdir(parents=True, exist_ok=True)
-        with suppress(ValueError, FileNotFoundError):
+        try:
             contents = CheckpointContents.read(self.path)
             self._old = {*stored_files(contents.metadata.storage_data.values()), *(contents.files or ())}
             self._old |= {contents.manifest} if contents.files is not None else set()
+        except ValueError:
+            # What cannot be read here, such as one of a later version, stays until the new one is there.
+            self._old = set(self._own_files() if (self.path / METADATA).exists() else ())
         # Before anything is written: files left by interrupted saves may be what fills the disk.
         self._remove(name for name in self._own_files() if name not in self._old)
         probe.touch()
 
     def remove_old(self) -> None:
         """Remove the old checkpoint and left-over files after publishing; every rank may call it."""
-        if self._first:
-            self._remove({*self._own_files(), *self._old} - self.writer.written)
+        self._tidy(self.writer.written | {METADATA}, also=self._old)
 
     def discard(self) -> None:
-        """Remove the files written so far, since they will not be published; every rank may call it."""
-        if self._first:
-            self._remove(name for name in self._own_files() if name not in self._old)
+        """Remove the files written so far unless they are published already; every rank may call it.
+
+        Where rank 0 has published, and then another rank did not answer any more, they are the checkpoint.
+        """
+        if not self.writer.is_published:
+            self._tidy(self._old)
+
+    def _tidy(self, needed: Collection[str], also: Iterable[str] = ()) -> None:
+        """Remove, on rank 0, what no checkpoint needs, as far as that works: the others go on by then."""
+        try:
+            if self._first:
+                self._remove({*self._own_files(), *also}.difference(needed))
+        except OSError as error:
+            logger.warning("cannot look for files in %s that no checkpoint needs: %s", self.path, error)
 
     def _own_files(self) -> list[str]:
         return [entry.name for entry in self.path.iterdir() if _OWN.fullmatch(entry.name)]
@@ -153,24 +170,28 @@ class CheckpointWriter(FileSystemWriter):
         self.written: set[str] = set()
         self._folder = path
         self._token = token
+        self._kept = b""
         self._sums: dict[str, FileSums] = {}
 
-    def add(self, name: str, value: Any) -> None:
-        """Write ``value``, plain data and tensors, to a file of its own; rank 0 calls it before saving.
+    @property
+    def is_published(self) -> bool:
+        """Whether this rank, rank 0, has published the checkpoint."""
+        return self._publishing.is_done
 
-        Args:
-            name: A word for the file's name.
-            value: What ``torch.load(weights_only=True)`` reads.
-        """
-        path = self._folder / f"__{self._token}_{name}.pt"
-        with SummedFile(path) as file:
-            torch.save(value, file)
-            file.flush()
-            os.fsync(file.fileno())
-        self._sums[path.name] = file.sums.frozen()
+    def keep(self, content: bytes) -> None:
+        """Write ``content``, of rank 0, to a file of its own when the checkpoint is saved."""
+        self._kept = content
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """``plan``: torch's own creates the folder, which exists, and warns of files it would overwrite."""
+        """``plan``: torch's own creates the folder, which exists, and warns of files it would overwrite.
+
+        Here a fault of rank 0 alone is told to the others.
+        """
+        if self._kept:
+            path = self._folder / f"__{self._token}_kept.pt"
+            with SummedFile(path) as file:
+                file.write(self._kept)
+            self._sums[path.name] = file.sums.frozen()
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -197,10 +218,19 @@ class CheckpointWriter(FileSystemWriter):
             for result in mine:
                 self._sums |= result.sums if isinstance(result, _Written) else {}
         self.written = {*written, *self._sums}
+        # Torch syncs .metadata before it has flushed it.
+        self.sync_files = False
         super().finish(metadata, results)
 
     def _before_publishing(self, path: Path) -> None:
-        self.written.add(write_manifest(self._folder, path.read_bytes(), self._sums))
+        manifest = write_manifest(self._folder, path.read_bytes(), self._sums)
+        self.written.add(manifest)
+        # Ranks have synced what they wrote as their entries. A file system syncs several files at once in
+        # the time of one.
+        kept = (self._folder / name for name in self._sums if name.endswith(".pt"))
+        files = [path, self._folder / manifest, *kept, self._folder]
+        with ThreadPoolExecutor(len(files), thread_name_prefix="osdp-sync") as syncing:
+            list(syncing.map(_sync, files))
 
 
 class _Publishing(FileSystem):
@@ -208,10 +238,12 @@ class _Publishing(FileSystem):
 
     Attributes:
         sums: Of each file that was written, its checksums.
+        is_done: Whether a file was renamed.
     """
 
     def __init__(self, before_rename: Callable[[Path], None]) -> None:
         self.sums: dict[str, RunningSums] = {}
+        self.is_done = False
         self._before_rename = before_rename
 
     @contextmanager
@@ -229,11 +261,10 @@ class _Publishing(FileSystem):
         """Leave the old ``.metadata`` where it is until the new one takes its place."""
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
-        folder = Path(new_path).parent
         self._before_rename(Path(path))
-        _sync(folder)  # the directory entries of the written files must be on disk first
         os.replace(path, new_path)
-        _sync(folder)
+        self.is_done = True
+        _sync(Path(new_path).parent)
 
 
 @dataclass(frozen=True)
@@ -276,6 +307,8 @@ class CheckpointContents:
             raise ValueError(f"{folder / METADATA} cannot be read: {error}") from error
         if files is None and any(map(_OWN.fullmatch, stored)):
             raise AlteredCheckpointError(f"{folder} has lost its manifest, {manifest_name(content)}")
+        if files is not None and (unsummed := sorted(stored.keys() - files.keys())):
+            raise AlteredCheckpointError(f"the manifest of {folder} does not have {_few(unsummed)}")
         return cls(metadata, files, manifest_name(content))
 
 
@@ -294,8 +327,8 @@ def read_verified(path: str | Path) -> CheckpointContents:
         contents = CheckpointContents.read(folder)
     except (OSError, ValueError) as error:
         fault = error
-    raise_together(fault)
-    if contents.manifest != broadcast_object(contents.manifest):
+    first = broadcast_object(contents.manifest)
+    if fault is None and first and contents.manifest != first:
         fault = ValueError(
             f"{folder.absolute()} on {socket.gethostname()} is not the checkpoint that rank 0 loads: name "
             "one folder, on a file system that all ranks share"
@@ -345,8 +378,9 @@ def _few(faults: Iterable[str]) -> str:
     return ", ".join(found[:_LISTED]) + more
 
 
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
+def _sync(path: Path) -> None:
+    """Have the disk write a file, or the names in a folder."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -12,6 +12,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from osdp.comm.objects import gather_objects, has_process_group, is_first
 from osdp.runtime.checkpoint.folder import CheckpointContents
@@ -52,19 +53,36 @@ class KeptState:
 
         Raises:
             ValueError: Some of it could not be read back; names what.
+            RuntimeError: A state could not be asked for; raised on all ranks.
         """
-        mine = {
-            "rng": _random_states() if rng else None,
-            "data": None if data is None else data.state_dict(),
-        }
-        shared = {
-            "scheduler": None if scheduler is None else scheduler.state_dict(),
-            "step": step,
-            "extra": extra,
-        }
-        faults = [f"{name} {fault}" for name, value in {**mine, **shared}.items() if (fault := _fault(value))]
-        raise_together(ValueError("; ".join(faults)) if faults else None, "nothing was saved")
+        mine: dict[str, Any] = {}
+        shared: dict[str, Any] = {}
+        fault: Exception | None = None
+        try:
+            mine = {
+                "rng": _random_states() if rng else None,
+                "data": None if data is None else data.state_dict(),
+            }
+            shared = {
+                "scheduler": None if scheduler is None else scheduler.state_dict(),
+                "scheduler_class": None if scheduler is None else type(scheduler).__name__,
+                "step": step,
+                "extra": extra,
+            }
+            named = {**mine, **shared}.items()
+            if faults := [f"{name} {words}" for name, value in named if (words := _fault(value))]:
+                fault = ValueError("; ".join(faults))
+        except Exception as error:  # of the user's own; the other ranks wait
+            fault = error
+        raise_together(fault, "nothing was saved")
         return cls({**shared, "ranks": gather_objects(mine)})
+
+    def packed(self) -> bytes:
+        """As it is written to a file, by rank 0: what changes afterwards is not in it; of others nothing."""
+        file = io.BytesIO()
+        if is_first():
+            torch.save(self.plain, file)
+        return file.getvalue()
 
     @classmethod
     def read(cls, folder: Path, contents: CheckpointContents) -> Self:
@@ -86,14 +104,21 @@ class KeptState:
         return cls(plain)
 
     def check(self, scheduler: Any, path: str) -> None:
-        """Refuse a checkpoint without a state of ``scheduler``, if there is one.
+        """Refuse a checkpoint without a state of ``scheduler``, if there is one, or with one of another.
 
         Raises:
-            ValueError: It has none.
+            ValueError: It has none, or that of another class.
         """
         if scheduler is not None and self.plain.get("scheduler") is None:
             raise ValueError(
                 f"{path} was saved without a scheduler: leave scheduler= out; nothing was loaded"
+            )
+        saved = self.plain.get("scheduler_class")  # not in checkpoints of earlier versions
+        if scheduler is not None and saved not in (None, type(scheduler).__name__):
+            # Schedulers take over whatever they are given.
+            raise ValueError(
+                f"{path} was saved with a scheduler {saved}, and this is a {type(scheduler).__name__}: leave "
+                "scheduler= out, or pass one of that class; nothing was loaded"
             )
 
     def restore(self, scheduler: Any, data: Any) -> Kept:
@@ -120,6 +145,10 @@ class KeptState:
 
 def _fault(value: Any) -> str:
     """Why ``value`` could not be read back; empty if it can."""
+    if value is None or type(value) in (bool, int, float, str):
+        return ""
+    if _has_dtensor(value):
+        return "has DTensors, of which other ranks have parts: keep whole tensors (full_tensor())"
     file = io.BytesIO()
     try:
         torch.save(value, file)
@@ -131,6 +160,12 @@ def _fault(value: Any) -> str:
             f"is more than numbers, words, lists, dicts and tensors, which is all that is read back: {reason}"
         )
     return ""
+
+
+def _has_dtensor(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(map(_has_dtensor, value.values()))
+    return isinstance(value, DTensor) or (isinstance(value, (list, tuple)) and any(map(_has_dtensor, value)))
 
 
 def _random_states() -> dict[str, Any]:

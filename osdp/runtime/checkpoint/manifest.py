@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from osdp.errors import AlteredCheckpointError
 
@@ -23,6 +24,13 @@ CHUNK = 2**22
 
 #: Bytes after which the system is asked to write to disk what it has.
 _SYNCED = 2**24
+
+#: Bytes that are copied and summed at a time, so that they are still cached the second time.
+_PIECE = 2**18
+
+#: Chunks that the disk reads ahead of the one that is being checked, and what it is asked for at a time: of
+#: larger requests the system reads the beginning alone.
+_AHEAD, _ASKED = 4, 2**18
 
 _SUFFIX = ".manifest"
 _VERSION = 1
@@ -66,19 +74,33 @@ class RunningSums:
 
 
 class SummedFile(io.BufferedWriter):
-    """A file being written in order from its start, which keeps the checksums of what is written to it."""
+    """A file being written in order from its start, which keeps the checksums of what is written to it.
+
+    Attributes:
+        sums: The checksums of what has left its buffer: all of it once it is flushed.
+    """
 
     def __init__(self, path: Path) -> None:
-        super().__init__(io.FileIO(path, "wb"))
+        raw = _SummedBytes(path)
+        super().__init__(raw)
+        self.sums = raw.sums
+
+
+class _SummedBytes(io.FileIO):
+    """The same without a buffer: small writes, of which there are dozens a tensor, are summed together."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, "wb")
         self.sums = RunningSums()
         self._syncing = ThreadPoolExecutor(1, thread_name_prefix="osdp-sync")
         self._syncs: list[Future[None]] = []
 
-    def write(self, data: "bytes | bytearray | memoryview", /) -> int:  # type: ignore[override]
-        """Write ``data`` and count it."""
+    def write(self, data: Any, /) -> int:
+        """Write some of ``data``, as much as stays cached while it is also summed; returns how much."""
+        part = memoryview(data).cast("B")[:_PIECE]
         before = self.sums.nbytes
-        self.sums.add(memoryview(data).cast("B"))
-        written = super().write(data)
+        written = super().write(part)
+        self.sums.add(part[:written])
         if self.sums.nbytes // _SYNCED > before // _SYNCED:
             # The disk begins while the rest is summed and copied: the sync at the end has less to wait for.
             self._syncs.append(self._syncing.submit(os.fsync, self.fileno()))
@@ -103,14 +125,14 @@ def manifest_name(metadata: bytes) -> str:
 
 
 def write_manifest(folder: Path, metadata: bytes, files: Mapping[str, FileSums]) -> str:
-    """Write the manifest of ``files`` to disk, beside a ``.metadata`` to be published; returns its name."""
+    """Write the manifest of ``files`` beside a ``.metadata`` to be published; returns its name.
+
+    It is to be synced together with what else is small.
+    """
     entries = {name: {"bytes": sums.nbytes, "crc32": list(sums.chunks)} for name, sums in files.items()}
     body = json.dumps({"version": _VERSION, "chunk": CHUNK, "files": entries}, separators=(",", ":"))
     name = manifest_name(metadata)
-    with open(folder / name, "wb") as file:
-        file.write(f"{body}\n{hashlib.sha256(body.encode()).hexdigest()}\n".encode())
-        file.flush()
-        os.fsync(file.fileno())
+    (folder / name).write_bytes(f"{body}\n{hashlib.sha256(body.encode()).hexdigest()}\n".encode())
     return name
 
 
@@ -166,17 +188,24 @@ def altered(folder: Path, files: Mapping[str, FileSums], rank: int = 0, world_si
 def _altered_chunks(file: Path, sums: FileSums, chunks: range) -> Iterator[str]:
     if not chunks:
         return
-    buffer = memoryview(bytearray(min(CHUNK, sums.nbytes)))
+    buffer = memoryview(bytearray(min(_PIECE, sums.nbytes)))
     with open(file, "rb", buffering=0) as opened:
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(
-                opened.fileno(), chunks.start * CHUNK, len(chunks) * CHUNK, os.POSIX_FADV_WILLNEED
-            )
-        for at in chunks:
-            opened.seek(at * CHUNK)
-            length = filled = 0
-            wanted = min(CHUNK, sums.nbytes - at * CHUNK)
-            while filled < wanted and (length := opened.readinto(buffer[filled:wanted])):
-                filled += length
-            if zlib.crc32(buffer[:filled]) != sums.chunks[at]:
-                yield f"bytes {at * CHUNK} to {at * CHUNK + wanted} of {file.name} are not what was saved"
+        _read_ahead(opened.fileno(), chunks[:_AHEAD])
+        opened.seek(chunks.start * CHUNK)
+        for number, at in enumerate(chunks):
+            _read_ahead(opened.fileno(), chunks[number + _AHEAD : number + _AHEAD + 1])
+            position, end = at * CHUNK, min((at + 1) * CHUNK, sums.nbytes)
+            found = 0
+            while position < end and (length := opened.readinto(buffer[: end - position])):
+                found = zlib.crc32(buffer[:length], found)
+                position += length
+            if position < end or found != sums.chunks[at]:
+                yield f"bytes {at * CHUNK} to {end} of {file.name} are not what was saved"
+
+
+def _read_ahead(descriptor: int, chunks: range) -> None:
+    """Ask the disk for ``chunks``, and do not wait for them."""
+    if not hasattr(os, "posix_fadvise"):
+        return
+    for start in range(chunks.start * CHUNK, chunks.stop * CHUNK, _ASKED):
+        os.posix_fadvise(descriptor, start, _ASKED, os.POSIX_FADV_WILLNEED)

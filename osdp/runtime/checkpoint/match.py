@@ -1,6 +1,6 @@
 """The check that a checkpoint belongs to the model and optimizer that it is loaded into."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,11 @@ _LISTED = 5
 
 
 def require_same(
-    metadata: Metadata, state: Mapping[str, Mapping[str, Any]], path: str, options: Mapping[str, Any]
+    metadata: Metadata,
+    state: Mapping[str, Mapping[str, Any]],
+    path: str,
+    options: Mapping[str, Any],
+    mixed: Sequence[str] = (),
 ) -> None:
     """Raise for a checkpoint with other names or shapes; every rank calls it.
 
@@ -26,6 +30,7 @@ def require_same(
         state: The result of :func:`osdp.runtime.checkpoint.train_state`; each rank has its stages' names.
         path: The checkpoint, for messages.
         options: Options of the optimizer that the checkpoint has in groups, by the names in ``state``.
+        mixed: What the optimizer's own groups cannot take of these, as sentences.
 
     Raises:
         ValueError: Names or shapes differ; lists the differences.
@@ -48,6 +53,7 @@ def require_same(
     faults = [f"it lacks {_few(missing)}"] if missing else []
     faults += [f"only it has {_few(sorted(nowhere))}"] if nowhere else []
     faults += [_few(shapes)] if shapes else []
+    faults += [_few(mixed)] if mixed else []
     fault = ValueError("; ".join(faults)) if faults else None
     raise_together(fault, f"{path} is a checkpoint of another model or optimizer; nothing was loaded")
 

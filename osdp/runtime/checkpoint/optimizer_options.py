@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.metadata import Metadata
 
 from osdp.comm.objects import gather_objects
-from osdp.runtime.checkpoint.restricted import RestrictedPlanner, RestrictedReader
-from osdp.torch_private.saving import in_one_process
+from osdp.runtime.checkpoint.restricted import read_plain
+from osdp.runtime.ranks.shared_faults import raise_together
 
 _OPTIONS = "param_groups."
 _STORED = f"optimizer.{_OPTIONS}"
@@ -62,25 +61,51 @@ def are_in_groups(metadata: Metadata) -> bool:
 
 def read_options(folder: Path, metadata: Metadata) -> dict[str, Any]:
     """The options in groups as ``param_groups.<parameter>.lr``, for each parameter; every rank calls it."""
-    numbered = [
-        name.removeprefix(_STORED).partition(".")
-        for name in metadata.state_dict_metadata
-        if name.startswith(_STORED)
-    ]
-    groups: list[Group] = [{} for _ in {number for number, _, _ in numbered}]
-    for number, _, option in numbered:
-        groups[int(number)][option] = 0
-    state = {"optimizer": {"param_groups": groups}}
-    with in_one_process():
-        reader = RestrictedReader(folder, metadata)
-        state_dict_loader.load(state, storage_reader=reader, planner=RestrictedPlanner())
-    return {
-        f"{_OPTIONS}{name}.{option}": value
-        for group in groups
-        for name in group["params"]
-        for option, value in group.items()
-        if option != "params"
-    }
+    groups: dict[str, Group] = {}
+    found: dict[str, Any] = {}
+    fault: Exception | None = None
+    try:
+        for stored in metadata.state_dict_metadata:
+            if stored.startswith(_STORED):
+                number, _, option = stored.removeprefix(_STORED).partition(".")
+                groups.setdefault(number, {})[option] = read_plain(folder, metadata, stored)
+        found = {
+            f"{_OPTIONS}{name}.{option}": value
+            for group in groups.values()
+            for name in group["params"]
+            for option, value in group.items()
+            if option != "params"
+        }
+    except Exception as error:  # of metadata that says anything
+        fault = error
+    raise_together(fault, f"{folder} was not loaded")
+    return found
+
+
+def mixed_options(
+    optimizer: torch.optim.Optimizer, names: Mapping[int, str], options: Mapping[str, Any]
+) -> list[str]:
+    """Options that differ among parameters of one group of ``optimizer``, which has one value of each.
+
+    Args:
+        optimizer: The optimizer that is to have the options.
+        names: The names of its parameters, by id.
+        options: The result of :func:`read_options`.
+
+    Returns:
+        For each such option a sentence with two parameters.
+    """
+    found = []
+    for group in optimizer.param_groups:
+        members = [names[id(parameter)] for parameter in group["params"] if id(parameter) in names]
+        for option in group:
+            keys = {name: f"{_OPTIONS}{name}.{option}" for name in members}
+            values = {name: options[key] for name, key in keys.items() if key in options}
+            first = next(iter(values), "")
+            other = next((name for name, value in values.items() if value != values[first]), None)
+            if other is not None:
+                found.append(f"{first} and {other} are in one group here, and their {option} differs there")
+    return found
 
 
 def as_held(value: Any, held: Any) -> Any:

@@ -96,7 +96,7 @@ def save_pretrained(model: nn.Module, folder: str | Path) -> None:
             if is_first():
                 _publish(pieces / "whole", path)
                 _save_configurations(module, path)
-        except OSError as error:
+        except Exception as error:  # transformers refuses some configurations; the other ranks wait
             fault = error
         raise_together(fault, f"{path} may have a part of the new weights")
     finally:
@@ -184,6 +184,9 @@ def _files(sizes: Mapping[str, int], most: int) -> dict[str, int]:
 def _publish(whole: Path, folder: Path) -> None:
     """Move the new files into ``folder``, the index last, and remove the weights they replace."""
     new = sorted(os.listdir(whole), key=lambda name: name == _INDEX)
+    if len(new) > 2:
+        # Killed between two files, a folder without an index is refused; with one it would be old and new.
+        (folder / _INDEX).unlink(missing_ok=True)
     for name in new:
         os.replace(whole / name, folder / name)
     for name in os.listdir(folder):

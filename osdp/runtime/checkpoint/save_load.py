@@ -24,8 +24,13 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
-from osdp.comm.objects import on_first_rank
-from osdp.runtime.checkpoint.background import AsyncSave, background_group, check_room_for_copy, copy_of
+from osdp.runtime.checkpoint.background import (
+    AsyncSave,
+    background_group,
+    check_room_for_copy,
+    copy_of,
+    wait_for_saves,
+)
 from osdp.runtime.checkpoint.blocked_states import in_blocks_of, in_one_block
 from osdp.runtime.checkpoint.folder import NewCheckpoint, describe_failures, read_verified
 from osdp.runtime.checkpoint.kept import Kept, KeptState
@@ -34,6 +39,7 @@ from osdp.runtime.checkpoint.optimizer_options import (
     are_in_groups,
     as_held,
     in_groups,
+    mixed_options,
     read_options,
     without_options,
 )
@@ -152,8 +158,9 @@ def save(
         ValueError: ``path`` is not a folder in a file system, ``extra`` or a state cannot be read back, or
             ``keep_last`` has no ``step``, or ``path`` has a later one.
     """
+    wait_for_saves()
     folder = step_folder(path, step, keep_last)
-    kept = KeptState.of(scheduler, step, rng, data, extra)
+    kept = KeptState.of(scheduler, step, rng, data, extra).packed()
     new = NewCheckpoint(folder)
     with _fresh_again(optimizer):
         _write(new, _stored(model, optimizer), kept)
@@ -169,7 +176,7 @@ def save_async(
     """As :func:`save`, while training goes on: only a copy of this rank's shards is waited for.
 
     Every rank calls it. The copy lies in host memory until it is written; on CPUs it counts against the
-    limit of the plan. The next save waits for the one before.
+    limit of the plan. The next save, and the next load, first wait for the one before.
 
     Args:
         path: As for :func:`save`.
@@ -183,11 +190,14 @@ def save_async(
     Raises:
         ValueError: As for :func:`save`; or on CPUs the copy and the plan's peak exceed the plan's limit.
     """
+    # Two would hold two copies, and each would take what the other writes for what a killed save has left.
+    wait_for_saves()
     step, keep_last = options.get("step"), options.get("keep_last")
     folder = step_folder(path, step, keep_last)
+    steps = Path(path).absolute()
     kept = KeptState.of(
         options.get("scheduler"), step, options.get("rng", False), options.get("data"), options.get("extra")
-    )
+    ).packed()
     with _fresh_again(optimizer):
         state = _stored(model, optimizer)
         check_room_for_copy(model, state)
@@ -196,27 +206,26 @@ def save_async(
     group = background_group()
 
     def write() -> None:
-        _write(new, copied, kept, group)
-        copied.clear()
-        remove_older_steps(path, keep_last)
+        try:
+            _write(new, copied, kept, group)
+        finally:
+            copied.clear()
+        remove_older_steps(steps, keep_last)
 
     return AsyncSave(write)
 
 
-def _write(new: NewCheckpoint, state: State, kept: KeptState, group: dist.ProcessGroup | None = None) -> None:
+def _write(new: NewCheckpoint, state: State, kept: bytes, group: dist.ProcessGroup | None = None) -> None:
     """Write and publish ``state``, over ``group`` if it is not the default one."""
-    what = f"no checkpoint was saved at {new.path}, which has what it had before"
+    new.writer.keep(kept)
     try:
-        # The other ranks are told at once: they would wait in the first collective of the save.
-        on_first_rank(lambda: new.writer.add("kept", kept.plain), group)
         with in_one_process():
             state_dict_saver.save(state, storage_writer=new.writer, process_group=group)
     except CheckpointException as error:
         new.discard()
-        raise RuntimeError(f"{what}: {describe_failures(error)}") from error
-    except OSError as error:
-        new.discard()
-        raise RuntimeError(f"{what}: rank 0: {error}") from error
+        raise RuntimeError(
+            f"no checkpoint was saved at {new.path}, which has what it had before: {describe_failures(error)}"
+        ) from error
     except Exception:
         new.discard()
         raise
@@ -250,20 +259,32 @@ def load(
     Raises:
         FileNotFoundError: The folder does not exist.
         ValueError: The checkpoint is incomplete or was altered, or is one of another model or optimizer, or
-            it has no state of ``scheduler``; lists the differences. Nothing was changed.
+            of another scheduler or none, or the model is on ``meta``; lists the differences. Nothing was
+            changed.
         RuntimeError: A rank could not read a file; the model may be partly overwritten.
     """
+    wait_for_saves()
+    if not hasattr(model, "plan") and any(parameter.is_meta for parameter in model.parameters()):
+        raise ValueError(
+            "parameters of the model are on meta, where nothing can be loaded: "
+            "model.to_empty(device=...) first, or wrap it by OSDP(model, ...)"
+        )
     folder = latest_step(path)
     contents = read_verified(folder)
     kept = KeptState.read(folder, contents)
     kept.check(scheduler, str(folder))
     is_fresh = optimizer is not None and not optimizer.state
     try:
-        state = _state(model, optimizer)
+        with _gradients_aside(optimizer if is_fresh else None):
+            state = _state(model, optimizer)
         options: State = {}
+        mixed: list[str] = []
         if optimizer is not None and are_in_groups(contents.metadata):
             options = read_options(folder, contents.metadata)
-        require_same(contents.metadata, state, str(folder), options)
+            owners = _links(model).owners
+            names = {id(p): owners.get(name, name) for name, p in model.named_parameters()}
+            mixed = mixed_options(optimizer, names, options)
+        require_same(contents.metadata, state, str(folder), options, mixed)
         read = without_options(state) if options else state
         with in_one_process():
             reader = RestrictedReader(folder, contents.metadata)
@@ -294,6 +315,7 @@ def verify(path: str | Path) -> None:
         FileNotFoundError: The folder does not exist.
         ValueError: The checkpoint is incomplete or was altered, or has no manifest.
     """
+    wait_for_saves()
     folder = latest_step(path)
     if read_verified(folder).files is None:
         raise ValueError(
@@ -310,6 +332,20 @@ def _state(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> State:
     if optimizer is not None:
         return train_state(model, optimizer)
     return {"model": in_one_block(dict(get_model_state_dict(model)))}
+
+
+@contextmanager
+def _gradients_aside(optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
+    """Inside there are no gradients: while there are, torch does not look which states there will be."""
+    groups = [] if optimizer is None else optimizer.param_groups
+    gradients = [(parameter, parameter.grad) for group in groups for parameter in group["params"]]
+    for parameter, _ in gradients:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
 
 
 @contextmanager

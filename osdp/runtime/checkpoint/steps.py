@@ -3,9 +3,11 @@
 import logging
 import re
 import shutil
+from functools import partial
 from pathlib import Path
 
-from osdp.comm.objects import broadcast_object, is_first
+from osdp.comm.objects import is_first, on_first_rank
+from osdp.runtime.checkpoint.folder import METADATA
 from osdp.runtime.ranks.shared_faults import raise_together
 
 logger = logging.getLogger(__name__)
@@ -19,24 +21,37 @@ def step_folder(path: str | Path, step: int | None, keep_last: int | None) -> Pa
 
     Raises:
         ValueError: ``path`` is no folder in a file system; or several are to be kept, and there is no step,
-            or fewer than one are, or ``path`` has a later one.
+            or fewer than one are, or ``path`` has a later one, or is a checkpoint itself.
+        OSError: ``path`` cannot be looked into; raised on all ranks.
     """
     _require_folder(path)
     if keep_last is None:
         return Path(path)
-    if keep_last < 1 or step is None:
-        raise ValueError(f"keep_last={keep_last} keeps checkpoints by step: pass step=, and keep 1 or more")
-    folder = Path(path) / f"step-{step:08}"
-    later = [each.name for each in _complete_steps(Path(path)) if _number(each) > step] if is_first() else []
-    fault = None
-    if later:
-        # It would be removed at once as the older one, and load() would read the later one.
-        fault = ValueError(
-            f"{path} has {later[-1]}, which is later than step {step}: a training that goes back, or starts "
-            "anew, saves to another folder, or later steps are removed first"
+    if keep_last < 1 or step is None or step < 0:
+        raise ValueError(
+            f"keep_last={keep_last} keeps checkpoints by step: pass step=, 0 or more, and keep 1 or more"
         )
-    raise_together(fault, "nothing was saved")
-    return folder
+    refusal = on_first_rank(partial(_why_not, Path(path), step))
+    if refusal:
+        raise ValueError(f"nothing was saved: {refusal}")
+    return Path(path) / f"step-{step:08}"
+
+
+def _why_not(path: Path, step: int) -> str:
+    """Why ``load`` would not find a checkpoint of ``step`` in ``path``; empty if it will."""
+    if is_checkpoint(path):
+        return (
+            f"{path} is a checkpoint itself, saved without keep_last, which load() would go on to read: save "
+            "steps to another folder"
+        )
+    later = [each.name for each in _complete_steps(path) if _number(each) > step]
+    # It would be removed at once as the older one, and load() would read the later one.
+    return (
+        f"{path} has {later[-1]}, which is later than step {step}: a training that goes back, or starts "
+        "anew, saves to another folder, or later steps are removed first"
+        if later
+        else ""
+    )
 
 
 def latest_step(path: str | Path) -> Path:
@@ -44,25 +59,37 @@ def latest_step(path: str | Path) -> Path:
 
     Raises:
         ValueError: ``path`` is no folder in a file system.
+        OSError: ``path`` cannot be looked into; raised on all ranks.
     """
     _require_folder(path)
     folder = Path(path)
-    steps = _complete_steps(folder) if is_first() and not (folder / ".metadata").exists() else []
-    name = broadcast_object(steps[-1].name if steps else "")
-    return folder / name if name else folder
+    steps = on_first_rank(lambda: [] if is_checkpoint(folder) else _complete_steps(folder))
+    return folder / steps[-1].name if steps else folder
 
 
 def remove_older_steps(path: str | Path, keep_last: int | None) -> None:
     """Remove all but the latest complete checkpoints in ``path``, and incomplete ones before these."""
     if keep_last is None or not is_first():
         return
-    kept = _complete_steps(Path(path))[-keep_last:]
-    for folder in _steps(Path(path)):
-        if kept and _number(folder) < _number(kept[0]):
-            try:
-                shutil.rmtree(folder)
-            except OSError as error:
-                logger.warning("cannot remove %s, which is not kept any more: %s", folder, error)
+    try:
+        kept = _complete_steps(Path(path))[-keep_last:]
+        older = [each for each in _steps(Path(path)) if kept and _number(each) < _number(kept[0])]
+        older = [each for each in older if not each.is_symlink()]  # what it leads to is somebody's own
+    except OSError as error:
+        logger.warning("cannot look for older checkpoints in %s: %s", path, error)
+        return
+    for folder in older:
+        try:
+            # First of all: whenever the process is killed, what is left is not taken for a checkpoint.
+            (folder / METADATA).unlink(missing_ok=True)
+            shutil.rmtree(folder)
+        except OSError as error:
+            logger.warning("cannot remove %s, which is not kept any more: %s", folder, error)
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Whether a folder is a complete checkpoint."""
+    return (folder / METADATA).exists()
 
 
 def _require_folder(path: str | Path) -> None:
@@ -81,7 +108,7 @@ def _steps(path: Path) -> list[Path]:
 
 
 def _complete_steps(path: Path) -> list[Path]:
-    return [folder for folder in _steps(path) if (folder / ".metadata").exists()]
+    return list(filter(is_checkpoint, _steps(path)))
 
 
 def _number(folder: Path) -> int:

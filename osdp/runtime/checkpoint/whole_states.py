@@ -117,7 +117,9 @@ def _received(value: torch.Tensor | None, entry: _Entry, device: torch.device) -
         whole = value.detach().to(device).contiguous()
     else:
         whole = torch.empty(entry.shape, dtype=entry.dtype, device=device)
-    dist.broadcast(whole, src=0)
+    if whole.numel():
+        # As bytes: gloo does not know all dtypes, complex and 8-bit ones for example.
+        dist.broadcast(whole.view(-1).view(torch.uint8), src=0)
     return whole
 
 

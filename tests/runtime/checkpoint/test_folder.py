@@ -277,6 +277,71 @@ def test_missing_cut_and_broken_files_are_named(
             hidden.rename(hidden.with_suffix(".manifest"))
 
 
+FINISH = FileSystemWriter.finish
+
+
+def finish_and_fail(*args: Any) -> None:
+    FINISH(*args)
+    raise OSError(5, "Input/output error")
+
+
+def test_what_is_published_stays_when_something_fails_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A rank that was killed while rank 0 published cost both: the new files were removed as written in vain.
+    model = nn.Linear(2, 2)
+    checkpoint.save(tmp_path, model)
+    with torch.no_grad():
+        model.weight.fill_(3)
+    with monkeypatch.context() as patched:
+        patched.setattr(FileSystemWriter, "finish", finish_and_fail)
+        with pytest.raises(RuntimeError, match="Input/output error"):
+            checkpoint.save(tmp_path, model)
+    other = nn.Linear(2, 2)
+    checkpoint.load(tmp_path, other)
+    assert torch.equal(other.weight, model.weight)
+    checkpoint.save(tmp_path, model)
+    assert len(list(tmp_path.iterdir())) == 4
+
+
+def test_all_is_on_disk_before_it_is_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Torch syncs .metadata while most of it is in a buffer: after a power failure it was cut short.
+    synced: dict[str, int] = {}
+    sync, rename = os.fsync, os.replace
+
+    def noting(descriptor: int) -> None:
+        sync(descriptor)
+        synced[Path(os.readlink(f"/proc/self/fd/{descriptor}")).name] = os.fstat(descriptor).st_size
+
+    def checked(old: Path, new: Path) -> None:
+        files = [file for file in tmp_path.iterdir() if not file.name.startswith(".saving-")]
+        sizes = {file.name: file.stat().st_size for file in files}
+        assert sizes == {name: synced.get(name) for name in sizes}
+        assert len(sizes) == 4 and tmp_path.name in synced
+        rename(old, new)
+
+    monkeypatch.setattr(os, "fsync", noting)
+    monkeypatch.setattr(os, "replace", checked)
+    checkpoint.save(tmp_path, nn.Linear(20, 20))
+
+
+def test_a_checkpoint_that_cannot_be_read_here_stays_until_there_is_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Its files, of a later version perhaps, were removed before anything else was there.
+    model = nn.Linear(2, 2)
+    checkpoint.save(tmp_path, model)
+    manifest = next(tmp_path.glob("*.manifest"))
+    content = manifest.read_bytes()
+    manifest.write_bytes(content[:-9])
+    with monkeypatch.context() as patched:
+        patched.setattr(FileSystemWriter, "write_data", full)
+        with pytest.raises(RuntimeError, match="No space left"):
+            checkpoint.save(tmp_path, model)
+    manifest.write_bytes(content)
+    checkpoint.load(tmp_path, model)
+
+
 # -- other models ------------------------------------------------------------------------------------------
 
 
@@ -302,6 +367,15 @@ def load_into_others(path: str) -> None:
     model = OSDP(wider, plan=plan_by_hand(wider, MODES, 2))
     with pytest.raises(ValueError, match=r"up\.weight has the shape \(7, 5\) there and \(8, 5\) here"):
         checkpoint.load(path, model, torch.optim.AdamW(model.parameters()))
+    # Their learning rates cannot be those of one group.
+    model, _ = make()
+    groups = [{"params": model.blocks.parameters()}, {"params": model.head.parameters(), "lr": 0.01}]
+    optimizer = torch.optim.AdamW(groups, lr=0.05)
+    checkpoint.save(f"{path}-groups", model, optimizer)
+    alone = torch.optim.AdamW([*model.blocks.parameters(), *model.head.parameters()])
+    with pytest.raises(ValueError, match=r"blocks\.0\..* and .* are in one group here, and their lr differs"):
+        checkpoint.load(f"{path}-groups", model, alone)
+    assert not alone.state
     # Some parameters stay as they are from here on: their states may stay unread.
     model, _ = make()
     optimizer = torch.optim.AdamW(model.head.parameters())

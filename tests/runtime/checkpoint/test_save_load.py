@@ -170,6 +170,30 @@ def test_options_are_stored_by_group_as_torch_stores_them(tmp_path: Path) -> Non
     assert all(torch.equal(value, by_torch[name]) for name, value in weights(net).items())
 
 
+def test_tensors_that_are_described_alike_are_read_into_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Finding one's way in an archive for each tensor takes longer than reading it.
+    def made() -> nn.Sequential:
+        return nn.Sequential(*(nn.Linear(4, 4) for _ in range(6)))
+
+    net, other = made(), made()
+    net[2].weight = nn.Parameter(torch.randn(4, 4).t())  # as many bytes, in another order
+    checkpoint.save(tmp_path, net)
+    unpickled = []
+    load = torch.load
+
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        unpickled.append(args[0])
+        return load(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "load", noting)
+    checkpoint.load(tmp_path, other)
+    assert len(unpickled) == 4  # what is kept, a weight, the weight in another order, a bias
+    pairs = zip(net.parameters(), other.parameters(), strict=True)
+    assert all(torch.equal(*pair) for pair in pairs)
+
+
 @pytest.mark.parametrize("saved", [0.05, torch.tensor(0.05)])
 def test_a_learning_rate_that_is_a_tensor_stays_one(tmp_path: Path, saved: Any) -> None:
     # Graphs that were captured read it where it lies.

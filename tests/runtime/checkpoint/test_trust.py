@@ -16,12 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint import state_dict_saver
-from torch.optim.lr_scheduler import StepLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
 
 from osdp import OSDP
 from osdp.errors import AlteredCheckpointError
 from osdp.runtime import checkpoint
 from osdp.runtime.checkpoint.manifest import SummedFile
+from osdp.runtime.checkpoint.restricted import read_metadata
 from osdp.torch_private.saving import in_one_process
 from tests.helpers.distributed import run
 from tests.helpers.nets import loss_of, tokens
@@ -120,6 +121,15 @@ def test_what_a_checkpoint_says_is_not_run(saved: Path, tmp_path: Path) -> None:
         checkpoint.verify(path)
 
 
+def test_what_a_checkpoint_names_is_not_changed(tmp_path: Path) -> None:
+    # A pickle may set attributes of the classes it names, which are those of this process.
+    sets = b"N}X\x06\0\0\0existsccollections\nOrderedDict\ns\x86b."  # (None, {"exists": OrderedDict}), BUILD
+    before = Path.exists
+    with pytest.raises(ValueError, match=r"it sets Path\.exists, which no metadata does"):
+        read_metadata(b"\x80\x02cpathlib\nPath\n" + sets)
+    assert Path.exists is before
+
+
 # -- what is kept beside the model --------------------------------------------------------------------------
 
 
@@ -148,6 +158,13 @@ def kept_and_restored(path: str) -> None:
     checkpoint.save(path, model, optimizer)
     with pytest.raises(ValueError, match="was saved without a scheduler"):
         checkpoint.load(path, model, optimizer, scheduler=again)
+    # Schedulers take over the states of others without a word.
+    checkpoint.save(path, model, optimizer, scheduler=again)
+    with pytest.raises(ValueError, match=r"with a scheduler StepLR, and this is a CosineAnnealingLR: leave"):
+        checkpoint.load(path, model, optimizer, scheduler=CosineAnnealingLR(optimizer, 10))
+    # A rank's shards are not the whole, which is what rank 0's extra would be taken for.
+    with pytest.raises(ValueError, match=r"extra has DTensors, of which other ranks have parts"):
+        checkpoint.save(path, model, optimizer, extra={"average": [model.state_dict()]})
     # The model alone, without its optimizer.
     other, _ = make()
     checkpoint.load(path, other)
@@ -193,6 +210,53 @@ def test_a_training_that_goes_back_does_not_lose_what_it_saves(tmp_path: Path) -
     run(2, gone_back, str(tmp_path / "several"))
 
 
+def test_steps_are_not_saved_into_a_checkpoint(tmp_path: Path) -> None:
+    # load() went on to read the checkpoint that was there first.
+    model = nn.Linear(2, 2)
+    checkpoint.save(tmp_path, model, step=1)
+    with pytest.raises(ValueError, match="is a checkpoint itself, saved without keep_last, which load"):
+        checkpoint.save(tmp_path, model, step=2, keep_last=1)
+    assert checkpoint.load(tmp_path, model).step == 1
+    with pytest.raises(ValueError, match="pass step=, 0 or more, and keep 1 or more"):
+        checkpoint.save(tmp_path / "steps", model, step=-1, keep_last=1)
+
+
+def test_what_a_link_leads_to_is_kept(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    checkpoint.save(tmp_path / "archive", model, step=1)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "step-00000001").symlink_to(tmp_path / "archive")
+    for step in (2, 3):
+        checkpoint.save(tmp_path / "run", model, step=step, keep_last=1)
+    assert sorted(os.listdir(tmp_path / "run")) == ["step-00000001", "step-00000003"]
+    assert checkpoint.load(tmp_path / "archive", model).step == 1
+
+
+def test_gradients_do_not_keep_a_new_optimizer_from_loading(tmp_path: Path) -> None:
+    # Torch does not look for the states of an optimizer then, and the checkpoint was one of another.
+    def made() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Linear(2, 2)
+        return model, torch.optim.AdamW(model.parameters())
+
+    model, optimizer = made()
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    checkpoint.save(tmp_path, model, optimizer)
+    other, loaded = made()
+    other(torch.ones(1, 2)).sum().backward()
+    checkpoint.load(tmp_path, other, loaded)
+    assert all(parameter.grad is not None for parameter in other.parameters())
+    states = [[state["exp_avg"] for state in each.state.values()] for each in (optimizer, loaded)]
+    assert len(states[0]) == 2 and all(map(torch.equal, *states))
+
+
+def test_a_model_without_memory_is_refused(tmp_path: Path) -> None:
+    # Torch only warns that it copies nothing.
+    checkpoint.save(tmp_path, nn.Linear(2, 2))
+    with pytest.raises(ValueError, match=r"are on meta, where nothing can be loaded: model\.to_empty"):
+        checkpoint.load(tmp_path, nn.Linear(2, 2, device="meta"))
+
+
 # -- while training goes on ---------------------------------------------------------------------------------
 
 
@@ -222,6 +286,54 @@ def saved_in_the_background(path: str) -> None:
 
 def test_what_is_saved_in_the_background_is_what_it_was_when_it_was_asked_for(tmp_path: Path) -> None:
     run(2, saved_in_the_background, str(tmp_path / "async"))
+
+
+def saved_again_at_once(path: str) -> None:
+    model, optimizer = trained(2)
+    extra = {"losses": [1.0], "average": torch.zeros(3)}
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(SummedFile, "flush", slow_flush)
+        first = checkpoint.save_async(path, model, optimizer, step=1, extra=extra)
+        extra["losses"].append(2.0)
+        extra["average"].fill_(1)
+        second = checkpoint.save_async(path, model, optimizer, step=2)
+        assert first.is_done
+        first.wait()
+        checkpoint.save(f"{path}-2", model, optimizer, step=3)
+        assert second.is_done
+        third = checkpoint.save_async(f"{path}-3", model, optimizer, step=4, extra=extra)
+        extra["losses"].append(3.0)
+        extra["average"].fill_(2)
+        assert checkpoint.load(path, model, optimizer).step == 2
+        assert third.is_done
+    kept = checkpoint.load(f"{path}-3", model, optimizer).extra
+    assert kept["losses"] == [1.0, 2.0] and torch.equal(kept["average"], torch.ones(3))
+
+
+def slow_flush(file: SummedFile) -> None:
+    time.sleep(0.002)
+    super(SummedFile, file).flush()
+
+
+def test_a_save_waits_for_the_one_before_and_has_what_there_was_then(tmp_path: Path) -> None:
+    # A second save into the folder took the files of the first for what a killed one had left. What was
+    # given as extra was written as it was later.
+    run(2, saved_again_at_once, str(tmp_path / "again"))
+
+
+def test_a_save_in_the_background_goes_where_it_was_sent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = nn.Linear(2, 2)
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(SummedFile, "flush", slow_flush)
+        saving = checkpoint.save_async("run", model, step=1, keep_last=1)
+        monkeypatch.chdir(tmp_path / "other")
+        saving.wait()
+    assert checkpoint.load(tmp_path / "run", model).step == 1
+    assert not os.listdir(tmp_path / "other")
 
 
 def failed_in_the_background(path: str) -> None:
