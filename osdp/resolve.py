@@ -19,7 +19,6 @@ from osdp.model.training import Training
 from osdp.options import PlanOptions, declared, defaults
 from osdp.plan.plan import Plan
 from osdp.profiler.links.machine import device_kind
-from osdp.runtime.batch_watch import watch_batches
 from osdp.runtime.computation import Computation
 from osdp.runtime.mesh import data_parallel_mesh, device_type, require_process_group
 from osdp.runtime.running import RunningModel, apply, check_model_parallel_options
@@ -182,7 +181,4 @@ def applied_model(model: nn.Module, asked: Asked) -> RunningModel:
     elif not plan.is_whole:
         check_model_parallel_options(**backwards)
     unmark(model)
-    running = apply(model, plan, mesh, **backwards, computation=asked.computation)
-    if plan.is_whole:
-        watch_batches(model, plan)
-    return running
+    return apply(model, plan, mesh, **backwards, computation=asked.computation)

@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn, Self, Unpack, cast
 
@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from osdp.comm.groups import device_of
 from osdp.integrations import fsdp_arguments
@@ -33,9 +34,11 @@ from osdp.runtime.module.plain_states import laid_out_like
 from osdp.runtime.module.replaced import PlainParameters
 from osdp.runtime.optimizer_check import OptimizerCheck
 from osdp.runtime.running import RunningModel
+from osdp.runtime.sharding.backward_pass import Backwards
 from osdp.runtime.sharding.module_api import PlannedModule
 from osdp.runtime.stages import StageLinks
 from osdp.runtime.steps import StepRunner
+from osdp.runtime.switch import TakenApart, check_switch
 from osdp.stepped import Stepped
 from osdp.torch_private.modules import share_registries
 
@@ -96,6 +99,7 @@ class OSDP(Stepped, Wrapped, PlannedModule, nn.Module):
     _applied: RunningModel
     _optimizer_check: OptimizerCheck
     _measured: MeasuredSteps
+    _settings: tuple[Backwards, Computation]
 
     def __new__(cls, model: nn.Module, *args: Any, **options: Any) -> Self:
         """Inside fairscale's ``enable_wrap`` only mark ``model`` as a unit of decision and return it."""
@@ -151,6 +155,8 @@ class OSDP(Stepped, Wrapped, PlannedModule, nn.Module):
         check_reuse(model, asked)
         fsdp_arguments.check_device(options.get("device_id"), model, mesh)
         before = PlainParameters(model)
+        backwards = Backwards(asked.find_unused_parameters, asked.options["double_backward"])
+        self.__dict__["_settings"] = backwards, asked.computation
         self._own(applied_model(model, asked), before)
 
     # What can be passed is what __init__ takes: that is what help() and inspect.signature() are to show.
@@ -254,6 +260,37 @@ class OSDP(Stepped, Wrapped, PlannedModule, nn.Module):
                 "load with assign=False, which copies into them"
             )
         return self._applied.load_state_dict(state_dict, strict)
+
+    def switch(self, plan: Plan, optimizer: Optimizer | Sequence[Optimizer] = ()) -> None:
+        """Go on under another plan, with the same weights and optimizer states; every rank calls it.
+
+        Between two steps, and without going to disk: at most one tensor is whole at a time. Gradients, which
+        the optimizers have taken, are dropped. The model has other parameters afterwards, and so do the
+        optimizers; what else refers to the earlier ones (an average of weights) is named in a warning.
+
+        Args:
+            plan: Any plan of this model for as many ranks, such as one for another memory limit.
+            optimizer: The optimizer, or all of them.
+
+        Raises:
+            TypeError: There is no such plan or optimizer.
+            ValueError: The plan has stages or offloads, or an optimizer is left out that has stepped.
+            PlanMismatchError: The plan was made for another model or number of ranks; lists all differences.
+            RuntimeError: The model is cut into stages, or gradients wait for a step.
+        """
+        optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+        check_switch(self._applied.sharded, plan, optimizers, self._optimizer_check.optimizers)
+        for each in optimizers:
+            self._optimizer_check.exchange_in(each)
+        taken = TakenApart(self._applied.sharded, optimizers)
+        # They refer to what the last plan stored, which is to be freed meanwhile.
+        for name in ("_applied", "_steps", "_optimizer_check", "_measured"):
+            del self.__dict__[name]
+        applied, fault = taken.go_on(plan, *self._settings)
+        self._own(applied, taken.before)
+        taken.tell_left()
+        if fault is not None:
+            raise fault
 
     @contextmanager
     def summon_full_params(self, *, writeback: bool = True) -> Iterator[None]:

@@ -180,6 +180,26 @@ def penalties_on_weights_arrive() -> None:
         assert_same(gradients(net), want, name)
 
 
+def hooks_see_each_part_of_a_gradient_once() -> None:
+    """A hook was called twice with what a penalty gave before the backward of the forward began."""
+
+    def work(net: nn.Module, rank: int) -> torch.Tensor:
+        return loss(net, rank) + 0.1 * sum(p.square().sum() for p in net.parameters() if p.requires_grad)
+
+    reference = plain()
+    mean_loss(reference, work).backward()
+    want = {n: None if g is None else 2 * g for n, g in gradients(reference).items()}
+    for name, net, applied in models():
+        for parameter in applied.stored_parameters():
+            if parameter.requires_grad:
+                parameter.register_hook(lambda grad: 2 * grad)
+        part = loss(net, dist.get_rank())
+        penalty = sum(p.square().sum() for p in applied.stored_parameters() if p.requires_grad)
+        assert isinstance(penalty, torch.Tensor)
+        (part + 0.1 * whole(penalty)).backward()
+        assert_same(gradients(net), want, name)
+
+
 # Setters
 
 
@@ -476,6 +496,7 @@ CASES = [
     post_accumulate_hooks_see_the_final_gradient,
     tensor_hooks_replace_the_contribution,
     penalties_on_weights_arrive,
+    hooks_see_each_part_of_a_gradient_once,
     setters_reach_all_modes,
     gradient_sync_is_set_for_parts,
     prefetch_and_reshard_take_any_module,

@@ -141,17 +141,19 @@ class SliceSpec:
         dim: Dimension of the weight that is cut; the other one is sharded.
         weight: Name of the weight.
         slices: The only number of slices allowed, where it determines the activations; 0 if any is.
+        feeds_back: Whether its input gets a gradient; that of a model's first operator does not.
     """
 
     by: str
     dim: int
     weight: str
     slices: int = 0
+    feeds_back: bool = True
 
     @property
     def in_backward(self) -> bool:
-        """Whether backward needs the slices again; the backward of an embedding needs none."""
-        return self.by != "rows" or self.slices > 0
+        """Whether backward needs the slices again, for a gradient of the input; an embedding has none."""
+        return (self.by != "rows" and self.feeds_back) or self.slices > 0
 
 
 @dataclass(frozen=True, slots=True)

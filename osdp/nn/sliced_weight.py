@@ -33,7 +33,7 @@ from osdp.torch_private.dispatch_modes import unseen_by_checkpoints
 from osdp.torch_private.distributed import all_gather, reduce_scatter
 
 #: The attribute of a weight that holds its compute parameter.
-_LOCAL = "_osdp_local"
+LOCAL = "_osdp_local"
 
 
 class Turns(Protocol):
@@ -329,15 +329,15 @@ def compute_with(weight: nn.Parameter, local: nn.Parameter) -> None:
 
     Used under a plan, since some features, such as anomaly detection, do not support DTensors.
     """
-    setattr(weight, _LOCAL, local)
+    setattr(weight, LOCAL, local)
 
 
 def has_compute_parameter(weight: DTensor) -> bool:
     """Whether operators compute with a parameter that :func:`compute_with` set."""
-    return hasattr(weight, _LOCAL)
+    return hasattr(weight, LOCAL)
 
 
 def local_of(weight: DTensor) -> torch.Tensor:
     """This rank's part of ``weight``, differentiable: its compute parameter if it has one."""
-    local: torch.Tensor | None = getattr(weight, _LOCAL, None)
+    local: torch.Tensor | None = getattr(weight, LOCAL, None)
     return weight.to_local() if local is None else local

@@ -9,6 +9,7 @@ Start at :func:`osdp.runtime.running.apply`. Knows plans and torch, not how plan
 - ``tensor_parallel``: a model whose layers several ranks compute
 - ``token_slices``: slices of a microbatch
 - ``steps``: training, evaluation and inference steps, for whole models and stages alike
+- ``switch``: going on under another plan
 - ``microbatch``: a batch as arguments of a forward, and its parts
 - ``computation``: how a model computes, where that is no part of the plan
 - ``batch_watch``: a warning if a batch is larger than planned for

@@ -56,6 +56,19 @@ class OptimizerCheck:
         self._told_surplus = False
         _hook_up(self)
 
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """Those that have stepped on the model."""
+        return [optimizer for optimizer in self._known if self._is_over_mine(optimizer)]
+
+    def exchange_in(self, optimizer: Optimizer) -> None:
+        """Let an optimizer that was made before the model was wrapped train it.
+
+        Raises:
+            RuntimeError: It has stepped already.
+        """
+        self._replaced.exchange_in(optimizer, self._running.computing())
+
     def before_step(self, optimizer: Optimizer) -> None:
         """Check ``optimizer``, which is about to step.
 
@@ -79,7 +92,7 @@ class OptimizerCheck:
             self._measured.note(optimizer)
 
     def _look_at(self, optimizer: Optimizer) -> None:
-        self._replaced.exchange_in(optimizer, self._running.computing())
+        self.exchange_in(optimizer)
         self._refuse_added(optimizer)
         if not self._is_over_mine(optimizer):
             return

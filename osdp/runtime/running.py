@@ -138,18 +138,26 @@ def apply(
             cut, and an option does not go with stages.
         PlanMismatchError: The plan is for another model or world size; lists every difference.
     """
-    backwards = {"find_unused_parameters": find_unused_parameters, "double_backward": double_backward}
     mesh = data_parallel_mesh(model, mesh) if plan.is_whole else mesh or parallel_mesh(model, plan.dims)
     if mesh.device_type == "cpu":
         keep_freed_memory()
     if plan.is_whole:
-        return apply_sharding(model, plan, mesh, **backwards, computation=computation)
+        return apply_sharding(
+            model,
+            plan,
+            mesh,
+            find_unused_parameters=find_unused_parameters,
+            double_backward=double_backward,
+            computation=computation,
+        )
     if computation not in (None, Computation()):
         raise ValueError(
             "output_dtype, cast_forward_inputs and param_init_fn are not for models that are cut, or shared "
             "by tensor-parallel ranks: leave them out"
         )
-    check_model_parallel_options(**backwards)
+    check_model_parallel_options(
+        find_unused_parameters=find_unused_parameters, double_backward=double_backward
+    )
     return apply_pipeline(model, plan, mesh)
 
 

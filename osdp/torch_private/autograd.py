@@ -32,12 +32,29 @@ def gradient_hooks(parameter: torch.Tensor) -> tuple[Any, Any]:
 
 
 def share_gradient_hooks(hooks: tuple[Any, Any], parameter: torch.Tensor) -> None:
-    """Share the hooks that :func:`gradient_hooks` found on another; handles then remove them from both."""
+    """Share the hooks that :func:`gradient_hooks` found on another; handles then remove them from both.
+
+    Those that ``parameter`` has are called before them.
+    """
     of_tensor, after_accumulation = hooks
     if of_tensor:
-        parameter._backward_hooks = of_tensor
+        _set_on_hooks(parameter, _put_first(_on_hooks(parameter), of_tensor))
     if after_accumulation:
-        parameter._post_accumulate_grad_hooks = after_accumulation
+        _set_after_hooks(parameter, _put_first(_after_hooks(parameter), after_accumulation))
+
+
+def _put_first(first: "_Hooks | None", hooks: "_Hooks") -> "_Hooks":
+    for key, hook in reversed((first or {}).items()):
+        hooks[key] = hook
+        hooks.move_to_end(key, last=False)
+    return hooks
+
+
+def remove_hooks(parameter: torch.Tensor, keys: Collection[int]) -> None:
+    """Remove the tensor hooks of ``parameter`` with the given keys."""
+    hooks: dict[int, Any] = _on_hooks(parameter) or {}
+    for key in keys:
+        hooks.pop(key, None)
 
 
 def version_of(tensor: torch.Tensor) -> int:

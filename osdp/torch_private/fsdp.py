@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.fsdp._fully_shard._fsdp_common import _cast_fp_tensor
 from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_state
 from torch.distributed.utils import _apply_to_tensors
@@ -82,6 +83,11 @@ def _reset_without_feature(state: Any) -> None:
 def sharding_state(module: nn.Module) -> Any:
     """FSDP2's state of a module that ``fully_shard`` was applied to; ``None`` for other modules."""
     return _get_module_fsdp_state(module)
+
+
+def forget_sharding(module: nn.Module) -> None:
+    """Let ``fully_shard`` be applied again to ``module``, whose class and hooks are plain again."""
+    _module_state_mapping.pop(module, None)
 
 
 def parameter_groups(module: nn.Module) -> list[Any]:

@@ -5,6 +5,17 @@ import inspect
 import torch
 from torch import nn
 
+#: The attributes of a module that hold its parameters and buffers.
+PARAMETER_REGISTRIES = ("_parameters", "_buffers", "_non_persistent_buffers_set")
+_STATE_DICT_HOOKS = (
+    "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
+)  # fmt: skip
+#: Those that hold its hooks, by the keys of their handles.
+HOOK_REGISTRIES = (
+    "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks", "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called", "_backward_pre_hooks", "_backward_hooks", *_STATE_DICT_HOOKS,
+)  # fmt: skip
+
 
 def set_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
     """``setattr`` for an already registered parameter, without the checks, which cost microseconds."""
@@ -23,12 +34,7 @@ def is_being_called(module: nn.Module) -> bool:
 
 def share_registries(wrapper: nn.Module, module: nn.Module) -> None:
     """Make ``wrapper`` share the registries and the state-dict hooks of ``module``, under the same names."""
-    registries = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
-    hooks = (
-        "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks",
-        "_load_state_dict_post_hooks",
-    )  # fmt: skip
-    for registry in (*registries, *hooks):
+    for registry in (*PARAMETER_REGISTRIES, "_modules", *_STATE_DICT_HOOKS):
         wrapper.__dict__[registry] = getattr(module, registry)
 
 

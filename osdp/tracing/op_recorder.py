@@ -73,6 +73,8 @@ class Recorder(TorchDispatchMode):
         self.outputs: dict[int, tuple[TensorSpec, ...]] = {}
         #: Numbers of the storages that each module is given in its first call.
         self.given: dict[str, frozenset[int]] = {}
+        #: Modules of which some call is given a tensor that needs a gradient.
+        self.fed_back: set[str] = set()
         self._names = {storage_key(parameter): name for name, parameter in parameters.items()}
         self._saved: set[int] = set()
         self._last = 0
@@ -95,6 +97,8 @@ class Recorder(TorchDispatchMode):
         """An interval begins; see :class:`osdp.tracing.module_walk.Observer`."""
         if index:
             self.outputs[index - 1] = tuple(tensor_spec(tensor) for tensor in tensors_in(outputs))
+        if not interval.part and any(tensor.requires_grad for tensor in tensors_in(outputs)):
+            self.fed_back.add(interval.module)
         if not interval.part and not interval.call:
             numbers = (self.ledger.number(tensor) for tensor in tensors_in(outputs))
             self.given[interval.module] = frozenset(number for number in numbers if number is not None)

@@ -56,6 +56,7 @@ class _Trace:
     Attributes:
         freed: What forward frees; places are segments.
         given: Numbers of the storages that each module is given in its first call.
+        fed_back: Modules of which some call is given a tensor that needs a gradient.
     """
 
     segments: list[_SegmentTrace]
@@ -63,6 +64,7 @@ class _Trace:
     largest_draws: bool
     freed: list[Freed]
     given: Mapping[str, frozenset[int]]
+    fed_back: frozenset[str]
 
     def dropped(self, blocks: Mapping[str, Sequence[int]]) -> tuple[list[int], list[int]]:
         """What forward frees of what blocks were given, by segment, with the segments of each block.
@@ -119,7 +121,7 @@ def describe(
     operators = tuple(
         replace(
             operator,
-            cut=_slice_spec(model, operator),
+            cut=_slice_spec(model, operator, trace.fed_back),
             keeps_dtype=all(keeps_dtype(model.get_submodule(name)) for name in operator.modules),
         )
         for operator in found
@@ -158,7 +160,7 @@ def _with_dropped(desc: ModelDesc, trace: _Trace, double: _Trace) -> ModelDesc:
     return replace(desc, segments=tuple(segments))
 
 
-def _slice_spec(model: nn.Module, operator: Operator) -> SliceSpec | None:
+def _slice_spec(model: nn.Module, operator: Operator, fed_back: frozenset[str]) -> SliceSpec | None:
     """How ``operator`` is cut if it can run in slices: one module's weight, with or without a bias."""
     if len(operator.modules) != 1 or not operator.executed or operator.spanning:
         return None
@@ -171,7 +173,7 @@ def _slice_spec(model: nn.Module, operator: Operator) -> SliceSpec | None:
     if found is None:
         return None
     by, dim, slices = found
-    return SliceSpec(by, dim, weight, slices)
+    return SliceSpec(by, dim, weight, slices, fqn in fed_back)
 
 
 def _other_batch(twin: nn.Module, batch: SampleBatch, loss_fn: LossFn | None, trace: _Trace) -> _Trace | None:
@@ -228,7 +230,8 @@ def _trace(intervals: Sequence[Interval], recorder: Recorder, draws: SingleDraws
     ]
     modules = dict.fromkeys(interval.module for interval in intervals)
     freed = recorder.ledger.freed_in_forward(place)
-    return _Trace(segments, tuple(modules), draws.largest, freed, recorder.given)
+    fed_back = frozenset(recorder.fed_back)
+    return _Trace(segments, tuple(modules), draws.largest, freed, recorder.given, fed_back)
 
 
 def fold(filled: Sequence[int], count: int) -> list[int]:

@@ -1,11 +1,10 @@
 """Memory and time of operators that run in slices of a sharded weight (:mod:`osdp.nn.sliced_weight`).
 
-Memory of one slice, in forward: this rank's shard of it and the gathered slice. In backward: the same (except
-for an embedding), then the slice's gradient, its padded copy in the dtype of the reduction, and the reduced
-shard. The last slices of forward may be kept gathered; backward uses them first and frees one after the
-other. (An operator whose input needs no gradient neither keeps nor gathers slices for backward; its cost is
-overestimated.) The weight is stored sharded along the dimension that is not cut; a bias is replicated, its
-gradient in a bucket of its own.
+Memory of one slice, in forward: this rank's shard of it and the gathered slice. In backward: the same (where
+the input gets a gradient, which that of an embedding does not), then the slice's gradient, its padded copy in
+the dtype of the reduction, and the reduced shard. The last slices of forward may be kept gathered; backward
+uses them first and frees one after the other. The weight is stored sharded along the dimension that is not
+cut; a bias is replicated, its gradient in a bucket of its own.
 """
 
 from collections.abc import Sequence
@@ -38,7 +37,7 @@ class SlicedCosts:
         reduce_column: The same, in the dtype of the reduction.
         bias_bucket: Gradient bucket of the bias.
         trains: Whether the weight is trainable.
-        in_backward: Whether backward gathers the slices again; that of an embedding needs none.
+        in_backward: Whether backward gathers the slices again, for a gradient of the input.
         in_profile: Whether it was profiled in slices, so that the gradient of a slice is already counted
             among its activations.
         num_shards: Number of ranks it is sharded over.
@@ -83,9 +82,8 @@ class SlicedCosts:
         source = whole * (share + device.holds_copies)
         forward = np.maximum(whole + source, np.where(num_kept > 0, kept + source, 0.0))
         one = np.where(num_kept > 0, base * self.column[k], 0.0)
-        backward = np.maximum.reduce(
-            [np.where(num_kept < count, whole + source, 0.0), kept, kept - one + scattering]
-        )
+        regathered = np.where(self.in_backward[k] & (num_kept < count), whole + source, 0.0)
+        backward = np.maximum.reduce([regathered, kept, kept - one + scattering])
         # 3. Seconds of the collectives: one latency per slice.
         gather_seconds = count * gather.latency + self.size[k] * self.column[k] / gather.bandwidth
         again = self.size[k] * self.column[k] - kept

@@ -10,6 +10,7 @@ Start at :func:`osdp.runtime.module.plain.check_plain`.
 - ``shared_arguments``: arguments that were one tensor stay one
 - ``gradient_hooks``: hooks on parameters
 - ``unused``: parameters that got no gradient
+- ``plain_modules``: modules as they were before a plan, to undo it
 - ``plain_states``: whole state dicts into parameters stored as a plan has them
 - ``group_dtensor``: parameters sharded within groups, next to those sharded over all ranks
 - ``counted_dtensor``: parameters that count their changes

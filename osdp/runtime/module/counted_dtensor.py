@@ -15,6 +15,9 @@ from osdp.runtime.module.group_dtensor import GroupDTensor, is_in_place, operand
 from osdp.torch_private.compiling import not_compiled
 from osdp.torch_private.optimizers import treat_in_lists
 
+#: The attribute of a DTensor that counts its changes.
+CHANGES = "changes"
+
 
 @dataclass(slots=True)
 class Changes:
@@ -65,12 +68,12 @@ class CountedDTensor(GroupDTensor):
     def _plain(self) -> DTensor:
         # The storage of its local part is that of the whole parameter.
         plain = DTensor(self._local_tensor.clone(), self._spec, requires_grad=self.requires_grad)
-        vars(plain).update({name: value for name, value in vars(self).items() if name != "changes"})
+        vars(plain).update({name: value for name, value in vars(self).items() if name != CHANGES})
         return plain
 
 
 def count_changes(tensor: Any) -> None:
-    """Count the changes of a DTensor from now on, in its attribute ``changes``."""
+    """Count the changes of a DTensor from now on, in its attribute :data:`CHANGES`."""
     _count(tensor, Changes())
 
 

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from osdp.nn.sliced_weight import LOCAL
+from osdp.runtime.module.counted_dtensor import CHANGES
 from osdp.runtime.module.parameter_owners import owned_parameters
 from osdp.torch_private.autograd import gradient_hooks, share_gradient_hooks
 
@@ -103,7 +105,7 @@ class PlainParameters:
 
     def __init__(self, model: nn.Module) -> None:
         self._noted = [
-            _Plain(owned.names, weakref.ref(parameter), dict(vars(parameter)), gradient_hooks(parameter))
+            _Plain(owned.names, weakref.ref(parameter), _of_users(parameter), gradient_hooks(parameter))
             for owned in owned_parameters(model).values()
             for parameter in [owned.parameter]
         ]
@@ -131,6 +133,11 @@ class PlainParameters:
             elif old is not None:
                 others[id(old)] = (plain.reference, (name, new))
         return Replaced(others)
+
+
+def _of_users(parameter: nn.Parameter) -> dict[str, Any]:
+    """The attributes of a parameter that no plan has set."""
+    return {name: value for name, value in vars(parameter).items() if name not in (LOCAL, CHANGES)}
 
 
 class Replaced:

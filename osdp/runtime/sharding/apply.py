@@ -5,7 +5,7 @@ left for it. Replicated operators stay outside FSDP2, whose own replication copi
 ranks start from rank 0's values.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 
@@ -20,10 +20,12 @@ from osdp.comm.groups import Meshes, device_of
 from osdp.model.training import Training
 from osdp.plan.plan import Plan
 from osdp.plan.sharding import Mode, ShardingPlan
+from osdp.runtime.batch_watch import watch_batches
 from osdp.runtime.computation import Computation
 from osdp.runtime.mesh import group_of, mesh_with_tensor_parallel
 from osdp.runtime.meta_init import check_initialisers, is_on_meta, materialise
 from osdp.runtime.module.parameter_owners import ParameterSites, owned_parameters
+from osdp.runtime.module.plain_modules import PlainModules
 from osdp.runtime.module.plain_states import accept_plain_states
 from osdp.runtime.ranks.agreement import check_alike, check_together
 from osdp.runtime.ranks.control import Control
@@ -52,6 +54,7 @@ def apply_sharding(
     find_unused_parameters: bool = True,
     double_backward: bool = False,
     computation: Computation | None = None,
+    fill: Callable[[Mapping[str, ParameterSites]], None] | None = None,
 ) -> ShardedModel:
     """Run ``model`` under one stage of ``plan``; see :func:`osdp.runtime.running.apply`.
 
@@ -64,6 +67,8 @@ def apply_sharding(
         find_unused_parameters: Whether parameters may go without a gradient.
         double_backward: Whether a backward may itself be differentiated.
         computation: How it computes beside the plan; as planned if ``None``.
+        fill: Gives parameters that are on ``meta``, stored as planned, their values; buffers are left as they
+            are. Such parameters are initialised if ``None``.
 
     Raises:
         RuntimeError: This torch cannot reduce unused sharded parameters.
@@ -76,18 +81,25 @@ def apply_sharding(
     control = Control.over(mesh)
     size, on_meta = mesh.size(), is_on_meta(model)
     backwards = Backwards(find_unused_parameters, double_backward)
-    check_together(control, lambda: _check_given(model, plan, stage, size, double_backward, computation))
+    initialise = computation.param_init_fn
+    by_modules = fill is None and initialise is None
+    check_together(control, lambda: _check_given(model, plan, stage, size, double_backward, by_modules))
     check_alike(control, model, plan, stage, **asdict(backwards))
     policy = _policy(plan.training, computation)
     storage = ParameterStorage.of(model, sharding, plan.training.param_dtype)
     whole_mesh = mesh_with_tensor_parallel(model, mesh)
     if whole_mesh is not mesh:
         _check_beside_tensor_parallel(sharding)
+    plain = PlainModules(model)
     # 2. Rank 0's values everywhere, each parameter as the plan stores it.
+    if fill is None:
+        _start_buffers(model, mesh)
     owned, recomputed = _distribute(model, sharding, storage, mesh, whole_mesh, policy, computation)
-    # 3. Initialise what is still on meta, now in shards.
-    if on_meta:
-        initialise, device = computation.param_init_fn, device_of(mesh)
+    # 3. Values for what is still on meta, now in shards.
+    if fill is not None:
+        fill(owned)
+    elif on_meta:
+        device = device_of(mesh)
         materialise(model, owned, mesh, device, offloaded=storage.offloaded, param_init_fn=initialise)
     _check_unused(model, storage, backwards)
     # 4. The handle. Where something is sharded, replicated gradients have a group of their own.
@@ -109,6 +121,10 @@ def apply_sharding(
     )
     give_interface(model, applied)
     accept_plain_states(model)  # last: the hooks before it must first register the stored parameters
+    if plan.is_whole:
+        watch_batches(model, plan)
+    plain.note_changes()
+    applied.plain_modules = plain
     return applied
 
 
@@ -121,7 +137,7 @@ def _distribute(
     policy: MixedPrecisionPolicy,
     computation: Computation,
 ) -> tuple[dict[str, ParameterSites], tuple[Recomputed, ...]]:
-    """Store each parameter and buffer of ``model`` as planned, with rank 0's values unless it is on meta.
+    """Store each parameter of ``model`` as planned, with rank 0's values unless it is on meta.
 
     Args:
         model: The model, checked.
@@ -136,7 +152,7 @@ def _distribute(
         The places of each parameter by first FQN, and the modules whose activations are recomputed.
     """
     device = device_of(mesh)
-    # 1. Replicated parameters and buffers.
+    # 1. Replicated parameters.
     exchange_modules(model, sharding, policy)
     owned = owned_parameters(model)
     stored_on = whole_mesh if storage.has_dtensors or whole_mesh is not mesh else None
@@ -145,7 +161,6 @@ def _distribute(
         for name, entry in owned.items()
         if storage.is_replicated(name)
     }
-    _start_buffers(model, mesh, device)
     # 2. Sharded parameters, one unit after another, so that only one unit is whole at a time. FSDP2 is to
     #    ignore weights that run in slices, as it does replicated ones.
     for name, dim in storage.in_slices.items():
@@ -175,12 +190,12 @@ def _check_given(
     stage: int,
     world_size: int,
     double_backward: bool,
-    computation: Computation,
+    by_modules: bool,
 ) -> None:
     check_plan(model, plan, stage, world_size)
     if double_backward:
         check_double_backward(plan.stages[stage].sharding)
-    if is_on_meta(model) and computation.param_init_fn is None:
+    if is_on_meta(model) and by_modules:
         check_initialisers(model)
 
 
@@ -227,7 +242,9 @@ def _start_parameter(parameter: nn.Parameter, mesh: DeviceMesh, device: torch.de
         dist.broadcast(parameter.data, group=mesh.get_group(), group_src=0)
 
 
-def _start_buffers(model: nn.Module, mesh: DeviceMesh, device: torch.device) -> None:
+def _start_buffers(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Move buffers to this rank's device, with rank 0's values unless they are on meta."""
+    device = device_of(mesh)
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             if buffer.is_meta:

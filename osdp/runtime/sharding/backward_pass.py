@@ -27,7 +27,13 @@ from osdp.runtime.sharding.planned_parameters import Parameter, PlannedParameter
 from osdp.runtime.sharding.reducer import GradientReducer
 from osdp.runtime.sharding.replicated import ReplicatedParameter
 from osdp.runtime.sharding.sliced import SlicedParameter
-from osdp.torch_private.autograd import is_asked_for, node_of, queue_backward_callback
+from osdp.torch_private.autograd import (
+    has_hooks,
+    is_asked_for,
+    node_of,
+    queue_backward_callback,
+    remove_hooks,
+)
 from osdp.torch_private.fsdp import expect_end_of_backward
 
 
@@ -58,6 +64,7 @@ class BackwardPass:
     Attributes:
         runs: Whether a backward runs, or one did not end.
         is_awaited: Whether a forward ran with gradients, and no backward has reached the model since.
+        is_stepped: Whether an optimizer has stepped since the last backward.
     """
 
     def __init__(
@@ -77,6 +84,7 @@ class BackwardPass:
         self._settings = settings
         self.runs = False
         self.is_awaited = False
+        self.is_stepped = True
         #: Names of parameters with a gradient that has not been delivered yet.
         self._used: set[str] = set()
         self._accumulation = Accumulation(self._give_up)
@@ -104,6 +112,7 @@ class BackwardPass:
                 "still needs them: return the losses, and call backward() after the forward"
             )
         self.runs = True
+        self.is_stepped = False
         self.follow_trainable()
         self._lockstep.begin_backward()
         self._replicated.swap_in()
@@ -112,6 +121,16 @@ class BackwardPass:
             parameter.path.begin(parameter.stored)
         expect_end_of_backward(self._model)
         queue_backward_callback(self._end)
+
+    @property
+    def keeps_gradients(self) -> bool:
+        """Whether gradients of earlier backwards are kept for one that reduces them."""
+        return bool(self._used)
+
+    def close(self) -> None:
+        """Remove the hooks on stored parameters."""
+        for parameter in self._parameters:
+            remove_hooks(parameter.stored, parameter.path.own_hooks)
 
     def watch_replicated(self) -> None:
         """Register gradient hooks on the replicated parameters that are trainable at present."""
@@ -207,6 +226,10 @@ class BackwardPass:
     def _on_stored(self, parameter: Parameter) -> None:
         if isinstance(parameter, SlicedParameter) and is_asked_for(node_of(parameter.stored)):
             return  # torch.autograd.grad gives it out; nothing accumulates
+        if not self.runs and has_hooks(parameter.stored, parameter.path.own_hooks):
+            # Users' hooks are about to be called with this part of the gradient, and at the end of a backward
+            # that begins here they would be once more. One that begins later finds what they leave.
+            return
         self._on_gradient(parameter)
 
     def _on_gradient(self, parameter: Parameter) -> None:

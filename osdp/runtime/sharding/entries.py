@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from osdp.nn.modules import keeps_dtype
 from osdp.runtime.module.outputs import free_of_views
@@ -59,7 +60,8 @@ class Entries:
         self._module: nn.Module | None = None
         self._caller: FrameType | None = None
         self._depth = 0
-        self._leaves: set[nn.Module] = set()
+        #: The hooks at the end of modules that were called from outside.
+        self._leaves: dict[nn.Module, RemovableHandle] = {}
         #: Modules whose own parameters meet what they are given.
         self._casting = {
             module
@@ -151,6 +153,12 @@ class Entries:
         """Forget the call in progress, which has failed."""
         self._module, self._caller, self._depth = None, None, 0
 
+    def close(self) -> None:
+        """Remove the hooks that calls have added."""
+        for handle in self._leaves.values():
+            handle.remove()
+        self._leaves.clear()
+
     def _notice_failed_call(self, module: nn.Module) -> None:
         """Before a call of ``module``: leave the call under way if it has failed without a hook being told.
 
@@ -191,8 +199,8 @@ class Entries:
     def _watch_end(self, module: nn.Module) -> None:
         if module not in self._leaves:
             # Last of all hooks, so that FSDP2 queues its final callback before ours.
-            module.register_forward_hook(torch.compiler.disable(self._after), always_call=True)
-            self._leaves.add(module)
+            hook = torch.compiler.disable(self._after)
+            self._leaves[module] = module.register_forward_hook(hook, always_call=True)
 
     def _after(self, module: nn.Module, args: object, output: Any) -> Any:
         # torch calls the hook with output=None when the forward raised.

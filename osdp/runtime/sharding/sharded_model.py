@@ -19,6 +19,7 @@ from osdp.plan.schedule import Schedule, default_stages_per_rank, make_schedule
 from osdp.plan.schedules import ONE_STAGE
 from osdp.runtime.clip import clip_grad_norm_
 from osdp.runtime.module.outputs import free_of_views, tensors_with_grad
+from osdp.runtime.module.plain_modules import PlainModules
 from osdp.runtime.module.plain_states import load_into
 from osdp.runtime.ranks.lockstep import Lockstep
 from osdp.runtime.recompute import Recomputed
@@ -34,6 +35,7 @@ from osdp.torch_private.fsdp import (
     backward_is_unfinished,
     before_forward,
     complete_units,
+    forget_sharding,
     reset_sharded,
     sharding_state,
 )
@@ -54,7 +56,10 @@ class ShardedModel:
         links: Empty links, since the model is not cut into stages.
         root_state: FSDP2's state of the model's root.
         parameters: Its parameters, of all modes.
+        plain_modules: What its modules were before.
     """
+
+    plain_modules: PlainModules
 
     def __init__(
         self,
@@ -213,6 +218,32 @@ class ShardedModel:
         """Whether a forward ran with gradients, and no backward has reached the model since."""
         return self._backward.is_awaited
 
+    @property
+    def waiting_for(self) -> str | None:
+        """What has to come before the model is between two steps; ``None`` if it is."""
+        if not self._entries.is_idle or self._backward.runs or self._backward.is_awaited:
+            return "a forward has had no backward yet"
+        if self._backward.keeps_gradients:
+            return "an accumulation has kept gradients, which its last backward is to reduce"
+        has_gradients = any(parameter.stored.grad is not None for parameter in self.parameters)
+        if has_gradients and not self._backward.is_stepped:
+            return "there are gradients that no optimizer has stepped by"
+        return None
+
+    def close(self) -> None:
+        """Undo the plan: modules are plain again, and register what is stored; no gradients are left."""
+        for unit in self._sharded.units:
+            unit.reshard()
+        self._before_state_dict()
+        self.free_copies()
+        for parameter in self.parameters:
+            parameter.stored.grad = None
+        self._entries.close()
+        self._backward.close()
+        self.plain_modules.restore()
+        for module in self.model.modules():
+            forget_sharding(module)
+
     def settle(self) -> None:
         """Register the stored parameters, for in-place changes after a forward that gets no backward."""
         if self._backward.is_awaited and not self._backward.runs and self._entries.is_idle:
@@ -231,6 +262,7 @@ class ShardedModel:
         Args:
             stepped: Identities of the stored parameters that it had gradients of.
         """
+        self._backward.is_stepped = True
         self._replicated.after_step(stepped)
 
     def recover(self, *, drop_gradients: bool) -> None:

@@ -18,6 +18,7 @@ from tests.helpers.nets import Net, loss_of, tokens
 from tests.helpers.plans import plan_by_hand
 from tests.runtime.test_optimizer_check import (
     PLANS,
+    TOLERANCE,
     assert_trained,
     batch_of,
     make,
@@ -25,7 +26,7 @@ from tests.runtime.test_optimizer_check import (
     train,
     wrapped,
 )
-from tests.test_parity import whole
+from tests.test_parity import difference, whole
 
 
 def adam(parameters: Any) -> list[torch.optim.Optimizer]:
@@ -209,6 +210,26 @@ def nothing_is_kept_alive() -> None:
         assert [reference() for reference in new] == [None] * len(new), name
 
 
+def hooks_hide_no_penalty() -> None:
+    """A parameter with a hook from before lost ours, and with it a gradient that came through no forward."""
+    reference = make()
+    (sum(reference(batch_of(0, rank)) for rank in range(2)) / 2).backward()
+    reference.gain.weight.square().sum().backward()
+    for name in PLANS:
+        plain = make()
+        seen: list[int] = []
+        plain.gain.weight.register_hook(lambda _, seen=seen: seen.append(1))
+        model = wrapped(name, plain)
+        penalty = whole(model.get_parameter("gain.weight").square().sum())
+        # Its gradient comes first, before any other of this backward.
+        penalty.backward()
+        model(batch_of(0, dist.get_rank())).backward()
+        got = model.get_parameter("gain.weight").grad
+        assert got is not None, name
+        assert difference(whole(got), reference.gain.weight.grad) < TOLERANCE, name
+        assert len(seen) == 2, (name, seen, got, reference.gain.weight.grad)
+
+
 def a_step_without_a_gradient_is_an_error() -> None:
     """``backward(inputs=...)`` leaves nothing on sharded parameters, and training stood still."""
     for name in PLANS:
@@ -238,6 +259,7 @@ CHECKS = (
     what_users_attached_stays,
     ties_and_frozen_parameters,
     nothing_is_kept_alive,
+    hooks_hide_no_penalty,
     a_step_without_a_gradient_is_an_error,
 )
 

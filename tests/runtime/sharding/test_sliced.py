@@ -126,7 +126,7 @@ def test_memory_of_kept_slices_is_predicted(kept: int, unsliced: tuple[Setting, 
     assert any(d.slices_kept for d in decisions)
     predicted = evaluate(mixed, setting.profile, device, setting.training, setting.model_desc)
     measured = setting.candidate(device, mixed).memory(8)
-    assert predicted.peak_bytes == pytest.approx(measured.peak, rel=0.05)
+    assert predicted.peak_bytes == pytest.approx(measured.peak, rel=0.02)
     none = mixed.with_sharding(decisions=tuple(replace(d, slices_kept=0) for d in decisions))
     assert measured.peak > setting.candidate(device, none).memory(8).peak
     assert f"({kept}" in str(mixed)
@@ -137,7 +137,8 @@ def test_plans_with_slices_keep_their_limit_whatever_was_measured(share: float) 
     """Times decide which operators run in slices, and which slices are kept.
 
     A slice was freed only when the next one had been gathered: plans with large slices took 4 % more than
-    their limit, and it depended on the profile whether such a plan was chosen.
+    their limit, and it depended on the profile whether such a plan was chosen. So it did whether the first
+    operator was, whose backward gathers nothing and was taken to (6 % too much).
     """
     torch.set_num_threads(1)
     setting = setting_of(CASES["mlp"], Training(local_batch=4))
@@ -145,7 +146,7 @@ def test_plans_with_slices_keep_their_limit_whatever_was_measured(share: float) 
     sharded = setting.plan(device, strategy="FULL_SHARD").predicted.peak_bytes
     tight = replace(device, memory_limit=int(share * sharded))
     plans = set()
-    for seed in range(3):
+    for seed in range(6):
         rng = random.Random(seed)
         segments = tuple(
             replace(
@@ -162,7 +163,7 @@ def test_plans_with_slices_keep_their_limit_whatever_was_measured(share: float) 
     for plan in {(plan.decisions, plan.recomputed): plan for plan in plans}.values():
         measured = setting.candidate(tight, plan).memory(8)
         assert measured.peak <= plan.memory_limit
-        assert measured.peak <= plan.predicted.peak_bytes
+        assert plan.predicted.peak_bytes * 0.98 <= measured.peak <= plan.predicted.peak_bytes
 
 
 @pytest.mark.parametrize(("case", "share"), [("gpt2-tiny", 0.75), ("mlp", 0.6)])
@@ -180,5 +181,5 @@ def test_far_below_the_sharded_peak_blocks_are_recomputed_or_cut(case: str, shar
     assert plan.recomputed or any(decision.slices > 1 for decision in plan.decisions)
     measured = setting.candidate(tight, plan).memory(8)
     assert measured.peak <= limit
-    assert plan.predicted.peak_bytes == pytest.approx(measured.peak, rel=0.05)
+    assert plan.predicted.peak_bytes == pytest.approx(measured.peak, rel=0.02)
     assert ("recomputed" in str(plan)) == bool(plan.recomputed)

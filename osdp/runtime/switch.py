@@ -1,0 +1,257 @@
+"""Going on under another plan: a running model and its optimizers, without going to disk.
+
+The plan is undone until the model is plain, with its parameters on ``meta``; the new plan is applied to that
+as to any model on ``meta``, and takes over what was stored, one tensor after another::
+
+    stored as before  ->  whole, for one tensor at a time  ->  stored as planned now
+
+A tensor that both plans store alike is not copied.
+"""
+
+import gc
+import logging
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from osdp.errors import PlanMismatchError
+from osdp.plan.plan import Plan
+from osdp.runtime.computation import Computation
+from osdp.runtime.mesh import mesh_with_tensor_parallel
+from osdp.runtime.module.parameter_owners import ParameterSites, owned_parameters
+from osdp.runtime.module.plain_states import part_for
+from osdp.runtime.module.replaced import PlainParameters
+from osdp.runtime.ranks.agreement import check_together
+from osdp.runtime.ranks.control import Control
+from osdp.runtime.sharding.apply import apply_sharding
+from osdp.runtime.sharding.backward_pass import Backwards
+from osdp.runtime.sharding.sharded_model import ShardedModel
+from osdp.torch_private.dtensor import wrap_like
+
+logger = logging.getLogger(__name__)
+
+#: The one state of torch's optimizers that may have the shape of its parameter and is no part of it.
+_STEP = "step"
+
+
+def check_switch(
+    applied: ShardedModel, plan: Plan, optimizers: Sequence[Optimizer], stepped: Sequence[Optimizer]
+) -> None:
+    """Raise on all ranks unless ``applied`` can go on under ``plan``; nothing is changed.
+
+    Args:
+        applied: The model.
+        plan: The next plan.
+        optimizers: The optimizers to take along.
+        stepped: Those that are known to train the model.
+
+    Raises:
+        TypeError: What is given is no plan, or no optimizer.
+        ValueError: The plan cuts the model or offloads, an optimizer is left out, or it keeps states that are
+            not laid out as its parameters.
+        PlanMismatchError: The plan was made for another model or number of ranks.
+        RuntimeError: The model is not between two steps.
+    """
+    check_together(Control.over(applied.mesh), lambda: _check(applied, plan, optimizers, stepped))
+
+
+def _check(
+    applied: ShardedModel, plan: Plan, optimizers: Sequence[Optimizer], stepped: Sequence[Optimizer]
+) -> None:
+    # 1. What was given.
+    if not isinstance(plan, Plan):
+        raise TypeError(f"switch takes a Plan, not a {type(plan).__name__}; Plan.load reads one from a file")
+    strange = [type(each).__name__ for each in optimizers if not isinstance(each, Optimizer)]
+    if strange:
+        raise TypeError(f"switch takes optimizers of torch.optim, not {', '.join(strange)}")
+    if not plan.is_whole:
+        raise ValueError(
+            f"a running model cannot be cut into pp={plan.dims.pp} stages, or shared by tp={plan.dims.tp} "
+            "ranks: save a checkpoint, and load it into a model under that plan"
+        )
+    differences = []
+    if plan.model != applied.plan.model:
+        differences.append(
+            f"made for a model with fingerprint {plan.model}, this one has {applied.plan.model}"
+        )
+    if plan.dp != applied.mesh.size():
+        differences.append(f"it is for {plan.dp} ranks, there are {applied.mesh.size()}")
+    if differences:
+        raise PlanMismatchError(differences)
+    if mesh_with_tensor_parallel(applied.model, applied.mesh) is not applied.mesh:
+        raise ValueError("a model that was parallelized by hand cannot switch to another plan")
+    if any(unit.offloaded for each in (applied.plan, plan) for unit in each.stages[0].sharding.units):
+        raise ValueError(
+            "a plan that offloads cannot be switched to or from: save a checkpoint, and load it into a model "
+            "under the other plan"
+        )
+    # 2. The state of the training.
+    if applied.waiting_for is not None:
+        raise RuntimeError(
+            f"a plan is switched between two steps, but {applied.waiting_for}: call switch after "
+            "optimizer.step()"
+        )
+    applied.parameters.check_registered()
+    names = {id(parameter.stored): parameter.name for parameter in applied.parameters}
+    left_out = [type(each).__name__ for each in stepped if all(each is not given for given in optimizers)]
+    if left_out:
+        raise ValueError(
+            f"an optimizer that has trained this model was left out ({', '.join(left_out)}): pass all of "
+            "them, model.switch(plan, [first, second]), so that their states go along"
+        )
+    faults = [fault for optimizer in optimizers for fault in _state_faults(optimizer, names)]
+    if faults:
+        raise ValueError("these optimizer states are not laid out as their parameters: " + "; ".join(faults))
+
+
+def _state_faults(optimizer: Optimizer, names: Mapping[int, str]) -> Iterator[str]:
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items():
+            has_shape = isinstance(value, torch.Tensor) and value.dim() > 0
+            if id(parameter) in names and has_shape and value.shape != parameter.shape:
+                yield f"{key} of {names[id(parameter)]!r} has shape {tuple(value.shape)}"
+
+
+class TakenApart:
+    """A model whose plan was undone, and what its parameters and optimizers hold, by name.
+
+    Args:
+        applied: The model, which :func:`check_switch` has passed; it can no longer be used.
+        optimizers: The optimizers to take along, which have no parameters until the next plan is applied.
+
+    Attributes:
+        before: The parameters that the model had.
+    """
+
+    def __init__(self, applied: ShardedModel, optimizers: Sequence[Optimizer]) -> None:
+        applied.close()
+        self._model, self._mesh, self._plan = applied.model, applied.mesh, applied.plan
+        self.before = PlainParameters(applied.model)
+        self._left = {p.name: weakref.ref(p.stored) for p in applied.parameters}
+        self._values = {parameter.name: parameter.stored for parameter in applied.parameters}
+        self._paths = {parameter.name: parameter.path for parameter in applied.parameters}
+        names = {id(stored): name for name, stored in self._values.items()}
+        self._optimizers = [_Detached(optimizer, names) for optimizer in optimizers]
+        for entry in owned_parameters(self._model).values():
+            entry.register(_on_meta(entry.parameter))
+
+    def go_on(
+        self, plan: Plan, backwards: Backwards, computation: Computation
+    ) -> tuple[ShardedModel, ValueError | None]:
+        """The model under ``plan``; or under the one that it had, and why it cannot run under ``plan``.
+
+        Args:
+            plan: The plan.
+            backwards: What backwards may do.
+            computation: How it computes beside the plan.
+        """
+        try:
+            return self._apply(plan, backwards, computation), None
+        except ValueError as error:  # raised on all ranks before anything is changed
+            return self._apply(self._plan, backwards, computation), error
+
+    def tell_left(self) -> None:
+        """Warn of parameters of the last plan that something still refers to (an average of weights)."""
+        gc.collect()
+        left = [name for name, reference in self._left.items() if reference() is not None]
+        if left and dist.get_rank() == 0:
+            logger.warning(
+                "%d parameters of the last plan are still referred to from outside, such as %r: a list for "
+                "clipping or an average of weights has to be made again from model.parameters()",
+                len(left),
+                left[0],
+            )
+
+    def _apply(self, plan: Plan, backwards: Backwards, computation: Computation) -> ShardedModel:
+        # What was made for the last plan refers to itself in circles, and would hold its values until then.
+        gc.collect()
+        applied = apply_sharding(
+            self._model,
+            plan,
+            self._mesh,
+            find_unused_parameters=backwards.find_unused_parameters,
+            double_backward=backwards.double_backward,
+            computation=computation,
+            fill=self._fill,
+        )
+        for parameter in applied.parameters:
+            before = self._paths[parameter.name]
+            parameter.path.syncs = before.syncs
+            parameter.path.divide_factor = before.divide_factor
+            parameter.path.all_reduce_hook = before.all_reduce_hook
+        applied.follow_settings()
+        stored = {parameter.name: parameter.stored for parameter in applied.parameters}
+        for optimizer in self._optimizers:
+            optimizer.attach(stored)
+        return applied
+
+    def _fill(self, owned: Mapping[str, ParameterSites]) -> None:
+        for name, entry in owned.items():
+            empty = entry.parameter
+            value = _laid_out(self._values.pop(name), empty)
+            entry.register(nn.Parameter(value, requires_grad=empty.requires_grad))
+
+
+class _Detached:
+    """An optimizer without parameters, and its states by name."""
+
+    def __init__(self, optimizer: Optimizer, names: Mapping[int, str]) -> None:
+        self._optimizer = optimizer
+        #: For each group the names of the model's parameters, and parameters of others.
+        self._groups: list[list[str | torch.Tensor]] = []
+        self._states: dict[str, dict[str, Any]] = {}
+        for group in optimizer.param_groups:
+            parameters: list[torch.Tensor] = group["params"]
+            self._groups.append([names.get(id(parameter), parameter) for parameter in parameters])
+            for parameter in parameters:
+                if id(parameter) in names and parameter in optimizer.state:
+                    self._states[names[id(parameter)]] = optimizer.state.pop(parameter)
+            parameters.clear()
+
+    def attach(self, stored: Mapping[str, nn.Parameter]) -> None:
+        """Give it the parameters ``stored``, by name, and the states in their layout; all ranks call it."""
+        for group, members in zip(self._optimizer.param_groups, self._groups, strict=True):
+            group["params"].extend(stored[each] if isinstance(each, str) else each for each in members)
+        for name in list(self._states):
+            state, parameter = self._states.pop(name), stored[name]
+
+            def laid_out(key: str, value: Any, parameter: nn.Parameter = parameter) -> Any:
+                follows = isinstance(value, torch.Tensor) and value.shape == parameter.shape and key != _STEP
+                return _laid_out(value, parameter) if follows else value
+
+            self._optimizer.state[parameter] = {key: laid_out(key, state.pop(key)) for key in list(state)}
+
+
+def _on_meta(parameter: nn.Parameter) -> nn.Parameter:
+    empty = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta")
+    return nn.Parameter(empty, requires_grad=parameter.requires_grad)
+
+
+def _laid_out(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """``value`` in the layout of ``like``, in memory that nothing else uses; all ranks call it.
+
+    Args:
+        value: A plain tensor that is the same on all ranks, or a DTensor.
+        like: A plain tensor or a DTensor of the same shape, possibly on ``meta``.
+    """
+    value = value.detach()
+    if not isinstance(like, DTensor):
+        return _in_own_memory(value.full_tensor() if isinstance(value, DTensor) else value)
+    if not isinstance(value, DTensor):
+        local = part_for(like, value)
+    elif (value.device_mesh, value.placements) == (like.device_mesh, like.placements):
+        local = value.to_local()
+    else:
+        local = part_for(like, value.full_tensor())
+    return wrap_like(_in_own_memory(local.contiguous()), like)
+
+
+def _in_own_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy if ``tensor`` is a part of a larger one, which would otherwise stay."""
+    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()

@@ -1,0 +1,282 @@
+"""A running model goes on under any other plan as if nothing had happened."""
+
+import gc
+import itertools
+import logging
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from osdp import OSDP
+from osdp.errors import PlanMismatchError
+from osdp.plan.plan import Plan
+from osdp.plan.sharding import Mode, Route
+from tests.helpers.distributed import run
+from tests.helpers.nets import Net, loss_of, tokens
+from tests.helpers.plans import in_groups, offload, plan_by_hand, split, step_by_exchange
+from tests.test_parity import LAYOUTS, difference, whole
+
+TOLERANCE = 1e-9
+
+
+class Normed(Net):
+    """With statistics of its own on each rank."""
+
+    def __init__(self) -> None:
+        super().__init__(gated=False)
+        self.norm = nn.BatchNorm1d(13)
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        logits = super().forward(batch)
+        return self.norm(logits.flatten(0, 1)).view(logits.shape)
+
+
+def made(kind: Callable[[], Net] = lambda: Net(gated=False)) -> Net:
+    torch.manual_seed(7)
+    return kind().double()
+
+
+def plans(model: nn.Module) -> dict[str, Plan]:
+    """Ten plans: all modes, units of all kinds, slices, recomputation; on four ranks also groups."""
+    world = dist.get_world_size()
+    found = {
+        name: plan_by_hand(model, modes, world, groups=groups)
+        for name, (modes, groups) in LAYOUTS.items()
+        if name not in {"step sharded all", "shard each", "keep all"}
+    }
+    found["by exchange"] = step_by_exchange(found["step sharded each"])
+    found["in slices"] = split(found["shard apart"], model, 2)
+    found["recomputed"] = found["mixed leaves"].with_sharding(recomputed=("blocks.0", "blocks.1"))
+    del found["replicate each"]
+    if world > 2:
+        found["in groups"] = in_groups(found["shard apart"], Mode.HYBRID_SHARD, 2, Route.FLAT)
+        found["in two steps"] = in_groups(found["shard all"], Mode.FULL_SHARD, 2, Route.TWO_STEP_EXCHANGE)
+    return found
+
+
+def every_pair(count: int) -> Iterator[int]:
+    """A walk over ``count`` places that goes from each to every other once, from the first one on."""
+    left = {place: [other for other in range(count) if other != place] for place in range(count)}
+    walk, stack = [], [0]
+    while stack:  # Hierholzer, Mathematische Annalen 6, 1873
+        if left[stack[-1]]:
+            stack.append(left[stack[-1]].pop())
+        else:
+            walk.append(stack.pop())
+    return reversed(walk)
+
+
+def held(model: OSDP, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Parameters, buffers and optimizer states, whole."""
+    found = {name: whole(value).detach().clone() for name, value in model.named_parameters()}
+    found |= {name: value.clone() for name, value in model.named_buffers()}
+    for name, parameter in model.named_parameters():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            found[f"{name}: {key}"] = whole(value).detach().clone()
+    return found
+
+
+def step_on(model: nn.Module, optimizer: torch.optim.Optimizer, index: int) -> float:
+    batch = tokens(10 * index + dist.get_rank(), 3, 6)
+    optimizer.zero_grad()
+    loss = loss_of(model(batch), batch)
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+
+
+def assert_equal(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], what: str) -> None:
+    assert got.keys() == want.keys(), f"{what}: {got.keys() ^ want.keys()}"
+    for name, value in want.items():
+        assert torch.equal(got[name], value), f"{what}: {name}"
+
+
+def walk_over_all_pairs() -> None:
+    """Bit-equal before and after each switch, and at last as in a single process."""
+    model = made()
+    named = plans(model)
+    assert len(named) == (12 if dist.get_world_size() > 2 else 10)
+    order = [list(named)[place] for place in every_pair(len(named))]
+    assert len(order) == len(named) * (len(named) - 1) + 1
+    wrapped = OSDP(model, plan=named[order[0]])
+    optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-3)
+    step_on(wrapped, optimizer, 0)
+    for index, (before, after) in enumerate(itertools.pairwise(order), 1):
+        want = held(wrapped, optimizer)
+        wrapped.switch(named[after], optimizer)
+        assert wrapped.plan == named[after]
+        assert_equal(held(wrapped, optimizer), want, f"from {before!r} to {after!r}")
+        step_on(wrapped, optimizer, index)
+
+    reference = made()
+    stepped = torch.optim.AdamW(reference.parameters(), lr=1e-3)
+    world = dist.get_world_size()
+    for index in range(len(order)):
+        stepped.zero_grad()
+        for rank in range(world):
+            batch = tokens(10 * index + rank, 3, 6)
+            (loss_of(reference(batch), batch) / world).backward()
+        stepped.step()
+    for name, parameter in wrapped.named_parameters():
+        want_weight = reference.get_parameter(name)
+        assert difference(whole(parameter), want_weight) < TOLERANCE, name
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_switching_between_all_pairs_of_plans(world_size: int) -> None:
+    run(world_size, walk_over_all_pairs, timeout=170.0)
+
+
+def keeps_what_a_user_has_set() -> None:
+    model = made(Normed)
+    block = model.blocks[0]
+    named = {name: plan for name, plan in plans(model).items() if name in {"in slices", "shard all"}}
+    named["replicate"] = plan_by_hand(model, Mode.NO_SHARD, 2)
+    wrapped = OSDP(model, plan=named["shard all"])
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    seen: list[str] = []
+    wrapped.get_submodule("blocks.0").register_forward_hook(lambda *_: seen.append("forward"))
+    wrapped.get_parameter("head.weight").register_hook(lambda _: seen.append("gradient"))
+    weight: Any = wrapped.get_parameter("blocks.0.up.weight")
+    weight.decays = False
+    wrapped.marked = "mine"
+    wrapped.set_gradient_divide_factor(1.0)
+    wrapped.get_submodule("blocks.1").eval()
+    for name in ("in slices", "replicate", "shard all"):
+        step_on(wrapped, optimizer, 0)
+        scheduler.step()
+        statistics = model.norm.running_mean.clone()
+        wrapped.switch(named[name], optimizer)
+        assert wrapped.module is model, name
+        assert model.blocks[0] is block, name
+        assert torch.equal(model.norm.running_mean, statistics), name
+        assert wrapped.marked == "mine", name
+        assert not model.blocks[1].training and model.blocks[0].training, name
+        seen.clear()
+        step_on(wrapped, optimizer, 1)
+        assert sorted(seen) == ["forward", "gradient"], name
+        moved: Any = wrapped.get_parameter("blocks.0.up.weight")
+        assert moved.decays is False, name
+        assert not wrapped.get_parameter("frozen.weight").requires_grad, name
+        assert wrapped.clip_grad_norm_(1e9) > 0, name
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 / 2**3)
+
+
+def test_what_a_user_has_set_stays() -> None:
+    run(2, keeps_what_a_user_has_set)
+
+
+def has_left_nothing_behind() -> None:
+    """What the last plan stored is freed, except what a user still refers to, which is named."""
+    model = made()
+    wrapped = OSDP(model, plan=plan_by_hand(model, Mode.FULL_SHARD, 2))
+    optimizer = torch.optim.AdamW(wrapped.parameters())
+    step_on(wrapped, optimizer, 0)
+    gone = [weakref.ref(parameter) for parameter in wrapped.parameters()]
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("osdp").addHandler(handler)
+    wrapped.switch(plan_by_hand(model, Mode.NO_SHARD, 2), optimizer)
+    gc.collect()
+    assert not [reference() for reference in gone if reference() is not None]
+    assert not records
+    average = list(wrapped.parameters())[:1]
+    wrapped.switch(plan_by_hand(model, Mode.FULL_SHARD, 2), optimizer)
+    if dist.get_rank() == 0:
+        assert len(records) == 1
+        assert records[0].startswith("1 parameters of the last plan are still referred to"), records
+        assert "'embed.weight'" in records[0]
+    with pytest.raises(RuntimeError, match="no longer the model's"):
+        average[0].sum()
+
+
+def test_nothing_is_left_behind_but_what_is_named() -> None:
+    run(2, has_left_nothing_behind)
+
+
+def refuses() -> None:
+    model = made()
+    named = {
+        "keep": plan_by_hand(model, Mode.FULL_SHARD, 2),
+        "next": plan_by_hand(model, Mode.NO_SHARD, 2),
+    }
+    wrapped = OSDP(model, plan=named["keep"])
+    optimizer = torch.optim.AdamW(wrapped.parameters())
+    batch = tokens(dist.get_rank(), 3, 6)
+
+    def fails(error: type[Exception], match: str, plan: Any = named["next"], **given: Any) -> None:
+        with pytest.raises(error, match=match):
+            wrapped.switch(plan, **({"optimizer": optimizer} | given))
+        assert wrapped.plan == named["keep"]
+
+    with wrapped.no_sync():
+        loss_of(wrapped(batch), batch).backward()
+    fails(RuntimeError, "accumulation has kept gradients")
+    loss = loss_of(wrapped(batch), batch)
+    fails(RuntimeError, "had no backward")
+    loss.backward()
+    fails(RuntimeError, "no optimizer has stepped")
+    optimizer.step()
+    fails(ValueError, "left out .AdamW.", optimizer=())
+    fails(TypeError, "takes a Plan, not a str", plan="plan.json")
+    fails(TypeError, "not str", optimizer=["adam"])
+    fails(PlanMismatchError, "fingerprint another", plan=replace(named["next"], model="another"))
+    fails(PlanMismatchError, "for 4 ranks, there are 2", plan=replace(named["next"], dp=4))
+    fails(ValueError, "offloads", plan=offload(plan_by_hand(model, Mode.FULL_SHARD, 2)))
+    # What no check here sees, but the next plan's own: the model goes on under the plan it had.
+    decisions = named["next"].stages[0].sharding.decisions
+    fails(
+        PlanMismatchError,
+        "is in no operator of the plan",
+        plan=named["next"].with_sharding(
+            decisions=decisions[1:],
+            units=tuple(
+                unit
+                for unit in named["next"].stages[0].sharding.units
+                if decisions[0].operator not in unit.operators
+            ),
+        ),
+    )
+    step_on(wrapped, optimizer, 1)
+    odd = torch.optim.AdamW([p for p in wrapped.parameters() if p.dim() == 2])
+    step_on(wrapped, odd, 2)
+    odd.state[odd.param_groups[0]["params"][0]]["row"] = torch.zeros(3)
+    fails(ValueError, "row of 'embed.weight' has shape", optimizer=[optimizer, odd])
+    # On one rank alone: all of them say so.
+    plan = named["next"] if dist.get_rank() else replace(named["next"], model="another")
+    fails(ValueError, "rank 0: PlanMismatchError", plan=plan, optimizer=optimizer if dist.get_rank() else [])
+
+
+def test_what_cannot_be_switched_is_refused_and_the_model_goes_on() -> None:
+    run(2, refuses)
+
+
+def goes_on_in_bfloat16() -> None:
+    """Copies to compute in, evaluation, and a checkpoint of what is stored, after a switch."""
+    model = made().float()
+    mixed = {"param_dtype": "bfloat16", "reduce_dtype": "float32"}
+    first, second = (plan_by_hand(model, mode, 2, **mixed) for mode in (Mode.NO_SHARD, Mode.FULL_SHARD))
+    losses = []
+    for plans_in_turn in ((first, first), (second, first), (first, second)):
+        wrapped = OSDP(made().float(), plan=plans_in_turn[0])
+        optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-2)
+        for index in range(3):
+            step_on(wrapped, optimizer, index)
+        wrapped.switch(plans_in_turn[1], optimizer)
+        with torch.no_grad():
+            losses.append(loss_of(wrapped(tokens(1, 3, 6)), tokens(1, 3, 6)).item())
+        for index in range(3, 6):
+            losses[-1] += step_on(wrapped, optimizer, index)
+    assert losses[1:] == pytest.approx([losses[0]] * 2, rel=2e-2)
+
+
+def test_mixed_precision_goes_on() -> None:
+    run(2, goes_on_in_bfloat16)
