@@ -328,7 +328,7 @@ class ModelDesc(Savable):
 
         Raises:
             TypeError: The sample inputs are of another type.
-            ValueError: The model rejects the sample batch, or its forward depends on values of tensors.
+            ValueError: The model rejects the sample batch, or its loss depends on values of tensors.
         """
         # Imported only when called, so that the values stay importable without torch.
         from osdp.tracing.trace import describe

@@ -221,8 +221,10 @@ class OpaqueModules:
     def _real(self, fake: torch.Tensor) -> torch.Tensor:
         """Values for an input: those of the batch, else random numbers, zeros as integers, and ``True``."""
         known = self._values.get(storage_key(fake))
-        if known is not None and known.shape == fake.shape:
-            return known.detach().cpu()
+        if known is not None and known.dtype is fake.dtype:
+            # Also where it is a view; fake tensors of the batch are contiguous.
+            whole = known.detach().cpu().contiguous()
+            return whole.as_strided(fake.shape, fake.stride(), int(fake.storage_offset()))
         if fake.is_floating_point() or fake.is_complex():
             return torch.randn(fake.shape, dtype=fake.dtype).requires_grad_(fake.requires_grad)
         return torch.full(fake.shape, fake.dtype is torch.bool, dtype=fake.dtype)
