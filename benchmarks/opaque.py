@@ -14,6 +14,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 
 from benchmarks.contest import LOSS_TOLERANCE, measure_step
 from benchmarks.support import harness
@@ -62,6 +63,10 @@ def compare(rank: int, world_size: int, *, case: str, rounds: int) -> dict[str, 
 
     def theirs() -> TrainStep:
         model = fsdp2(chosen.model(), chosen, mesh)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                # Without it FSDP2 fails where an expert gets no tokens on one rank alone.
+                module.set_reduce_scatter_unused_params(True)
         return train_step(model, make_optimizer(model.parameters(), TRAINING), batches)
 
     peak = measure_step(live, ours)[0]
