@@ -199,6 +199,21 @@ class Operator:
 
 
 @dataclass(frozen=True)
+class OpaqueModule:
+    """A module that is described as one, since its code cannot run on fake tensors.
+
+    Attributes:
+        name: Its FQN; empty for the root.
+        place: Position of the line that cannot: ``" at file:line, in function"``, or nothing.
+        reason: What the line does.
+    """
+
+    name: str
+    place: str
+    reason: str
+
+
+@dataclass(frozen=True)
 class ModelDesc(Savable):
     """The ordered trace of one forward and the operators in it.
 
@@ -212,6 +227,7 @@ class ModelDesc(Savable):
         segments: The trace, in execution order; the last segments compute the loss.
         operators: In order of first use; those that the sample batch did not use come last.
         modules: FQNs of all modules whose forward ran, in order of first call.
+        opaque: Modules that are described as one; their memory was recorded for one input.
     """
 
     name: str
@@ -222,6 +238,16 @@ class ModelDesc(Savable):
     segments: tuple[Segment, ...]
     operators: tuple[Operator, ...]
     modules: tuple[str, ...]
+    opaque: tuple[OpaqueModule, ...] = ()
+
+    @property
+    def doubts(self) -> tuple[str, ...]:
+        """What a plan is to say of opaque modules."""
+        return tuple(
+            f"module {module.name or 'the root'!r} {module.reason}{module.place}: it was described as one, "
+            "and what it takes on other values may differ, so that the predicted peak is not guaranteed"
+            for module in self.opaque
+        )
 
     @cached_property
     def fingerprint(self) -> str:
@@ -302,7 +328,7 @@ class ModelDesc(Savable):
 
         Raises:
             TypeError: The sample inputs are of another type.
-            ValueError: The model rejects the sample batch, or its forward depends on values of tensors.
+            ValueError: The model rejects the sample batch, or its loss depends on values of tensors.
         """
         # Imported only when called, so that the values stay importable without torch.
         from osdp.tracing.trace import describe

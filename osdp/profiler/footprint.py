@@ -20,8 +20,7 @@ from osdp.profiler.reduced_model import ReducedModel
 from osdp.profiler.repeats import Repeat
 from osdp.profiler.workspace import CpuWorkspace, CudaWorkspace
 from osdp.tracing.memory_ledger import TraceMoment, Usage
-from osdp.tracing.op_recorder import Recorder
-from osdp.tracing.workspace import NoWorkspace, Workspace
+from osdp.tracing.op_recorder import NoWorkspace, Recorder, Workspace
 
 Build = Callable[[torch.device, tuple[Repeat, ...]], ReducedModel]
 

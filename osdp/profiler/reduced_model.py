@@ -7,14 +7,16 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from osdp.model.description import ModelDesc
 from osdp.nn.modules import keeps_dtype
 from osdp.profiler.block_stubs import install_stubs
 from osdp.profiler.repeats import Repeat
-from osdp.tracing.fake_copy import copy_without_weights, on_meta
+from osdp.tracing.fake_copy import copy_without_weights, on_meta, random_weights
 from osdp.tracing.loss import LossFn, scalar_loss
 from osdp.tracing.module_walk import Interval, Key, Observer, walk_modules
+from osdp.tracing.opaque import OpaqueModules
 from osdp.tracing.operators import find_parameters
 from osdp.tracing.sample_batch import SampleBatch
 from osdp.tracing.single_draws import SingleDraws
@@ -106,11 +108,15 @@ def reduced_model(
     # 2. Weights are made only for the blocks that run: the whole model may not fit on the device.
     twin = copy_without_weights(model, on_meta)
     left_out = tuple(repeat.block for repeat in repeats)
-    _materialise(twin, left_out, device, param_dtype)
+    random_weights(twin, device, param_dtype, left_out)
     if param_dtype is not None:
         _cast_block_inputs(twin, model_desc, left_out, param_dtype)
     places = {(s.module, s.call, s.part): index for index, s in enumerate(model_desc.segments)}
     reduced = ReducedModel(twin, batch.to(device, param_dtype), loss_fn, repeats, places)
+    if model_desc.opaque and isinstance(torch.empty(0), FakeTensor):
+        opaque = OpaqueModules(model, model_desc.opaque, param_dtype)
+        opaque.install(twin)
+        opaque.start(reduced.batch.tensors, batch.tensors)
     handles = install_stubs(twin, repeats)
     # 3. One forward records what the stubs have to return, and whether the model drops layers at random.
     draws = _find_draws(reduced, model_desc)
@@ -146,36 +152,6 @@ def _find_draws(reduced: ReducedModel, model_desc: ModelDesc) -> bool | None:
         f"the model skips modules of its description at random ({sorted(wanted - ran)[0]!r}, ...); profile "
         "it with model.eval(), or with a layer drop rate of 0"
     )
-
-
-def _materialise(
-    twin: nn.Module, left_out: Sequence[str], device: torch.device, dtype: torch.dtype | None
-) -> None:
-    """Give ``twin`` random weights and the real buffers on ``device``, except in the modules ``left_out``."""
-    made: dict[nn.Parameter, nn.Parameter] = {}
-    for name, module in twin.named_modules(remove_duplicate=False):
-        if any(name == block or name.startswith(f"{block}.") for block in left_out):
-            continue
-        for key, parameter in list(module.named_parameters(recurse=False)):
-            if parameter not in made:
-                computed = None if keeps_dtype(module) else dtype
-                made[parameter] = _random_weights(key, parameter, device, computed)
-            setattr(module, key, made[parameter])
-        for key, buffer in list(module.named_buffers(recurse=False)):
-            setattr(module, key, buffer.to(device))
-
-
-def _random_weights(
-    key: str, parameter: nn.Parameter, device: torch.device, dtype: torch.dtype | None
-) -> nn.Parameter:
-    """Finite weights that keep activations in range: norm weights are one, biases zero."""
-    chosen = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
-    data = torch.empty_like(parameter, device=device, dtype=chosen, requires_grad=False)
-    if parameter.dim() > 1:
-        data.normal_(0.0, 0.02)
-    else:
-        data.fill_(0.0 if "bias" in key else 1.0)
-    return nn.Parameter(data, requires_grad=parameter.requires_grad)
 
 
 def _cast_block_inputs(

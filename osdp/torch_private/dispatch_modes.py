@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
+    _disable_current_modes,
     _get_current_dispatch_mode_stack,
     _pop_mode,
     _push_mode,
@@ -32,6 +33,13 @@ def unseen_by_checkpoints() -> Iterator[None]:
         yield
     finally:
         _exchange(others, above)
+
+
+@contextmanager
+def no_dispatch_modes() -> Iterator[None]:
+    """Within it tensors are real again, and no mode sees what runs."""
+    with _disable_current_modes():
+        yield
 
 
 def _exchange(old: Sequence[TorchDispatchMode], new: Sequence[TorchDispatchMode]) -> None:

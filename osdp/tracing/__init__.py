@@ -11,12 +11,12 @@ Start at :func:`osdp.tracing.trace.describe`.
 - ``op_recorder``: what each interval computes, moves, saves and keeps alive
 - ``ops``: name, FLOPs and bytes of one dispatched operation
 - ``memory_ledger``: live tensor bytes over a run
-- ``workspace``: memory that an operation takes and gives back
 - ``tensors``: tensors inside nested containers
 - ``operators``: parameters grouped into operators
 - ``blocks``: blocks that a model repeats
 - ``dataflow``: a module to its Flow
 - ``single_draws``: layers that are dropped at random, traced as if all ran
+- ``opaque``: modules whose code cannot run on fake tensors
 - ``failures``: why a forward did not run on fake tensors, in terms of the user's code
 - ``tensor_parallel``: a module to its TensorParallelPlan
 """

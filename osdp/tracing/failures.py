@@ -20,6 +20,21 @@ _READS_DATA = (".numpy() is not supported", "its data is not allocated", "data p
 _NOT_THE_USERS = (Path(torch.__path__[0]), Path(__file__).parents[1])
 
 
+class UntraceableError(ValueError):
+    """A forward cannot run on fake tensors.
+
+    Attributes:
+        place: Position of the line: ``" at file:line, in function"``, or nothing.
+        reason: What it does there.
+        module: FQN of the module whose code it is; ``None`` if it is not known, or is the loss.
+    """
+
+    def __init__(self, message: str, place: str, reason: str) -> None:
+        super().__init__(message)
+        self.place, self.reason = place, reason
+        self.module: str | None = None
+
+
 def forward_failure(error: Exception, sample: Sequence[TensorSpec]) -> ValueError:
     """The error to raise after a forward raised ``error``; it names the line of the user's code.
 
@@ -29,14 +44,17 @@ def forward_failure(error: Exception, sample: Sequence[TensorSpec]) -> ValueErro
     """
     place = _place(error)
     if isinstance(error, UnsupportedOperatorException):
-        return ValueError(f"{error}{place} has no fake implementation; register one (torch.library)")
+        message = f"{error}{place} has no fake implementation; register one (torch.library)"
+        return UntraceableError(message, place, f"{error} has no fake implementation")
     what = str(error).partition("\n")[0]
     if isinstance(error, _DATA_DEPENDENT) or any(words in what for words in _READS_DATA):
-        return ValueError(
+        return UntraceableError(
             f"the model's forward depends on values of tensors{place} ({what}), but models are described on "
             "fake tensors, which have no values; avoid .item(), .numpy(), boolean indexing and branches on "
             "tensors (use torch.where, a mask, a fixed number of rows), or compute it before the forward and "
-            "pass it in"
+            "pass it in",
+            place,
+            "reads values of tensors",
         )
     shapes = ", ".join(f"{spec.dtype}{list(spec.shape)}" for spec in sample)
     return ValueError(

@@ -1,10 +1,12 @@
 """Copies of a model without its weights."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import nn
+
+from osdp.nn.modules import keeps_dtype
 
 MakeParameter = Callable[[nn.Parameter], torch.Tensor]
 
@@ -50,6 +52,42 @@ def on_meta(parameter: nn.Parameter) -> torch.Tensor:
 def on_fake_cpu(parameter: nn.Parameter) -> torch.Tensor:
     """A tensor like ``parameter`` on the CPU; without memory inside a ``FakeTensorMode``."""
     return torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="cpu")
+
+
+def random_weights(
+    model: nn.Module, device: torch.device, dtype: torch.dtype | None = None, left_out: Sequence[str] = ()
+) -> None:
+    """Give ``model``, a copy on ``meta``, random weights and its buffers on ``device``.
+
+    Args:
+        model: The copy.
+        device: Where.
+        dtype: Dtype of its floating-point weights; their own if ``None``.
+        left_out: FQNs of modules that are left on ``meta``.
+    """
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if any(name == block or name.startswith(f"{block}.") for block in left_out):
+            continue
+        for key, parameter in list(module.named_parameters(recurse=False)):
+            if parameter not in made:
+                made[parameter] = _random(key, parameter, device, None if keeps_dtype(module) else dtype)
+            setattr(module, key, made[parameter])
+        for key, buffer in list(module.named_buffers(recurse=False)):
+            setattr(module, key, buffer.to(device))
+
+
+def _random(
+    key: str, parameter: nn.Parameter, device: torch.device, dtype: torch.dtype | None
+) -> nn.Parameter:
+    """Finite weights that keep activations in range: norm weights are one, biases zero."""
+    chosen = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
+    data = torch.empty_like(parameter, device=device, dtype=chosen, requires_grad=False)
+    if parameter.dim() > 1:
+        data.normal_(0.0, 0.02)
+    else:
+        data.fill_(0.0 if "bias" in key else 1.0)
+    return nn.Parameter(data, requires_grad=parameter.requires_grad)
 
 
 def _attributes(module: nn.Module) -> Iterator[object]:

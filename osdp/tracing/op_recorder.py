@@ -1,11 +1,11 @@
 """Recorder of one run: FLOPs, moved, saved and live bytes of every interval, and the parameters it uses."""
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -16,7 +16,21 @@ from osdp.tracing.memory_ledger import Ledger, TraceMoment
 from osdp.tracing.module_walk import Interval, shared_gradients
 from osdp.tracing.ops import Operation
 from osdp.tracing.tensors import storage_key, tensor_spec, tensors_in
-from osdp.tracing.workspace import NoWorkspace, Workspace
+
+
+class Workspace(Protocol):
+    """Memory that operations take and give back inside themselves."""
+
+    def run(self, operation: Callable[[], Any]) -> tuple[Any, int]:
+        """What ``operation`` returns, and the bytes it needed beyond what is left after it."""
+
+
+class NoWorkspace:
+    """Knows of none: fake tensors."""
+
+    def run(self, operation: Callable[[], Any]) -> tuple[Any, int]:
+        """Run ``operation``."""
+        return operation(), 0
 
 
 @dataclass(slots=True)
@@ -77,7 +91,11 @@ class Recorder(TorchDispatchMode):
         self.fed_back: set[str] = set()
         self._names = {storage_key(parameter): name for name, parameter in parameters.items()}
         self._saved: set[int] = set()
+        #: Keys of all storages that were saved for backward, those of parameters and inputs among them.
+        self.saved_storages: set[int] = set()
         self._last = 0
+        #: The module whose own code runs, and ``None`` in the loss.
+        self.running: str | None = ""
         self._trained = [parameter for parameter in parameters.values() if parameter.requires_grad]
         self._handles: list[RemovableHandle] = []
 
@@ -103,6 +121,7 @@ class Recorder(TorchDispatchMode):
             numbers = (self.ledger.number(tensor) for tensor in tensors_in(outputs))
             self.given[interval.module] = frozenset(number for number in numbers if number is not None)
         self._last = index
+        self.running = None if interval.call and not interval.module else interval.module
         self.ledger.now = TraceMoment(False, index)
 
     def leave_forward(self, loss: torch.Tensor) -> None:
@@ -161,6 +180,7 @@ class Recorder(TorchDispatchMode):
         self.ledger.book_given()
 
     def _save(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.saved_storages.add(storage_key(tensor))
         number = self.ledger.number(tensor)
         if number is not None and number not in self._saved:
             self._saved.add(number)

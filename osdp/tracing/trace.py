@@ -8,6 +8,7 @@ import hashlib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,12 +21,13 @@ from osdp.nn.embeddings import check_embeddings
 from osdp.nn.fake_tensors import FakeTensors
 from osdp.nn.modules import keeps_dtype, supported_slicing
 from osdp.tracing.blocks import find_blocks
-from osdp.tracing.failures import forward_failure
+from osdp.tracing.failures import UntraceableError, forward_failure
 from osdp.tracing.fake_copy import copy_without_weights, on_fake_cpu
 from osdp.tracing.loss import LossFn
 from osdp.tracing.memory_ledger import Freed, TraceMoment, Usage
 from osdp.tracing.module_walk import Interval, walk_modules
 from osdp.tracing.op_recorder import Recorder, Tally
+from osdp.tracing.opaque import OpaqueModules
 from osdp.tracing.operators import Use, find_operators, find_parameters
 from osdp.tracing.sample_batch import SampleBatch
 from osdp.tracing.single_draws import SingleDraws, largest_run
@@ -108,12 +110,8 @@ def describe(
     batch = SampleBatch.of(sample_inputs)
     # 1. Two fake runs. Constants of the model that are neither parameters nor buffers stay real tensors,
     # which FakeTensors accepts among fake ones.
-    with FakeTensors():
-        twin = copy_without_weights(model, on_fake_cpu)
-        trace = largest_run(
-            twin, lambda draws: _fake_run(twin, batch, loss_fn, draws), lambda run: len(run.modules)
-        )
-        double = _other_batch(twin, batch, loss_fn, trace)
+    opaque = OpaqueModules(model)
+    twin, trace, double = _traces(model, batch, loss_fn, opaque)
     # 2. Blocks, then operators.
     uses = [Use(segment.interval.stack, _parameters(segment)) for segment in trace.segments]
     blocks = find_blocks(twin, _digests(trace))
@@ -135,8 +133,30 @@ def describe(
         segments=_segments(trace, double, batch.local_batch, uses, operators),
         operators=operators,
         modules=trace.modules,
+        opaque=opaque.modules,
     )
     return _with_dropped(desc, trace, double or trace)
+
+
+def _traces(
+    model: nn.Module, batch: SampleBatch, loss_fn: LossFn | None, opaque: OpaqueModules
+) -> tuple[nn.Module, _Trace, _Trace | None]:
+    """The copy that was traced, its trace, and that at twice the batch, if it has the same segments.
+
+    Modules that cannot run on fake tensors are added to ``opaque``, until all of the model runs.
+    """
+    while True:
+        with FakeTensors():
+            twin = copy_without_weights(model, on_fake_cpu)
+            opaque.install(twin)
+            run = partial(_fake_run, twin, batch, loss_fn, opaque)
+            try:
+                trace = largest_run(twin, run, lambda found: len(found.modules))
+            except UntraceableError as failure:
+                if not opaque.add(failure):
+                    raise
+                continue
+            return twin, trace, _other_batch(twin, batch, loss_fn, opaque, trace)
 
 
 def _check_whole(model: nn.Module) -> None:
@@ -176,29 +196,41 @@ def _slice_spec(model: nn.Module, operator: Operator, fed_back: frozenset[str]) 
     return SliceSpec(by, dim, weight, slices, fqn in fed_back)
 
 
-def _other_batch(twin: nn.Module, batch: SampleBatch, loss_fn: LossFn | None, trace: _Trace) -> _Trace | None:
+def _other_batch(
+    twin: nn.Module, batch: SampleBatch, loss_fn: LossFn | None, opaque: OpaqueModules, trace: _Trace
+) -> _Trace | None:
     """The trace at twice the batch; ``None`` if the model rejects it or runs other segments then."""
     try:
         draws = SingleDraws(twin, largest=trace.largest_draws)
         # A loss that keeps its targets warns of a batch that the user never runs.
         with warnings.catch_warnings(action="ignore"):
-            double = _fake_run(twin, batch.resized(2 * batch.local_batch), loss_fn, draws)
+            double = _fake_run(twin, batch.resized(2 * batch.local_batch), loss_fn, opaque, draws)
     except ValueError:
         return None
     same = [s.interval.key for s in double.segments] == [s.interval.key for s in trace.segments]
     return double if same else None
 
 
-def _fake_run(twin: nn.Module, batch: SampleBatch, loss_fn: LossFn | None, draws: SingleDraws) -> _Trace:
+def _fake_run(
+    twin: nn.Module,
+    batch: SampleBatch,
+    loss_fn: LossFn | None,
+    opaque: OpaqueModules,
+    draws: SingleDraws,
+) -> _Trace:
     """Run ``twin`` once inside the current :class:`FakeTensors`."""
     fake = batch.map(lambda t: torch.empty(t.shape, dtype=t.dtype, device="cpu"))
     named = dict(twin.named_parameters())
     recorder = Recorder(named, [*twin.buffers(), *fake.tensors])
+    opaque.start(fake.tensors, batch.tensors, recorder)
     try:
         with draws, torch.enable_grad(), recorder.saving(), recorder:
             intervals = walk_modules(twin, fake, recorder, loss_fn=loss_fn)
     except Exception as error:
-        raise forward_failure(error, batch.specs) from error
+        failure = forward_failure(error, batch.specs)
+        if isinstance(failure, UntraceableError):
+            failure.module = recorder.running
+        raise failure from error
     recorder.ledger.book_gradients(named.values())
     twin.zero_grad(set_to_none=True)
     return _trace(intervals, recorder, draws)

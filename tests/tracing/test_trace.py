@@ -430,9 +430,10 @@ class Picks(nn.Linear):
 
 
 @pytest.mark.parametrize("kind", [Peeks, Picks])
-def test_a_forward_that_reads_values_is_refused(kind: type[nn.Linear]) -> None:
-    with pytest.raises(ValueError, match="depends on values of tensors"):
-        describe(kind(4, 4), torch.zeros(2, 4))
+def test_a_root_that_reads_values_is_one(kind: type[nn.Linear]) -> None:
+    desc = describe(kind(4, 4), torch.zeros(2, 4))
+    assert [module.name for module in desc.opaque] == [""]
+    assert [(operator.name, operator.cut) for operator in desc.operators] == [("", None)]
 
 
 @pytest.mark.parametrize(

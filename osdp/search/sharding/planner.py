@@ -305,7 +305,7 @@ def whole_plan(
         optimal=sharding.optimal,
         measured_profile=problem.profile.measured,
         dp=device.world_size,
-        notes=(*search_notes(found, gap), *device.doubts, *problem.profile.doubts),
+        notes=(*search_notes(found, gap), *device.doubts, *problem.profile.doubts, *model_desc.doubts),
     )
 
 

@@ -1,0 +1,287 @@
+"""Modules whose code reads values of tensors: run for real once, and by stand-ins on fake tensors after that.
+
+A forward that branches on values, calls ``.item()`` or takes the rows of a mask cannot run on fake tensors.
+The smallest module around such code is *opaque*: its forward and backward run alone, on the CPU, on inputs of
+the shapes that it is given, and what they return, save and take is recorded. On fake tensors a stand-in
+returns outputs of these shapes, and holds as much memory::
+
+    inputs ──▶ stand-in ──▶ outputs      held from forward to backward: what the module saved
+                                         taken and given back in either: what it took beside that
+
+How much a module takes may depend on the values; it was recorded for one input.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from osdp.model.description import OpaqueModule
+from osdp.model.fqn import is_inside
+from osdp.torch_private.dispatch_modes import no_dispatch_modes
+from osdp.tracing.failures import UntraceableError
+from osdp.tracing.fake_copy import copy_without_weights, on_meta, random_weights
+from osdp.tracing.memory_ledger import TraceMoment, Usage
+from osdp.tracing.op_recorder import Recorder, Tally
+from osdp.tracing.tensors import flatten, map_tensors, storage_key, tensor_spec, tensors_in
+
+#: Inputs are drawn by a generator with this seed, so that each run has the same.
+_SEED = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """A tensor that a module made.
+
+    Attributes:
+        shape: Its shape.
+        stride: Its strides.
+        dtype: Its dtype.
+        differentiable: Whether gradients flow through it.
+    """
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    differentiable: bool
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> "_Made":
+        """That tensor."""
+        return cls(tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad)
+
+    def empty(self) -> torch.Tensor:
+        """A tensor like it."""
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="cpu")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements."""
+        return self.shape.numel() * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """What one call of a module did.
+
+    Attributes:
+        leaves: The leaves of its output: an index for a tensor that it was given, :class:`_Made` for one that
+            it made, and anything that is no tensor.
+        build: Builds the output from other leaves.
+        forward: Its memory in forward.
+        backward: Its memory in backward.
+        saved: Indices of the inputs that it saved for backward.
+        tallies: Its operations in forward, and in backward.
+    """
+
+    leaves: tuple[Any, ...]
+    build: Callable[[list[Any]], Any]
+    forward: Usage
+    backward: Usage
+    saved: frozenset[int]
+    tallies: tuple[Tally, Tally]
+
+    @property
+    def made(self) -> list[_Made]:
+        """The tensors that it made, in the order of the leaves."""
+        return [leaf for leaf in self.leaves if isinstance(leaf, _Made)]
+
+
+class OpaqueModules:
+    """The opaque modules of a model.
+
+    Args:
+        model: The model, on any device; it is neither run nor changed.
+        modules: Those that are known to be opaque; :meth:`add` finds others.
+        dtype: Dtype that floating-point weights are computed in; their own if ``None``.
+    """
+
+    def __init__(
+        self, model: nn.Module, modules: Sequence[OpaqueModule] = (), dtype: torch.dtype | None = None
+    ) -> None:
+        self._model, self._dtype = model, dtype
+        self.modules = tuple(modules)
+        #: By module and the shapes of its inputs.
+        self._calls: dict[tuple[str, Any], _Call] = {}
+        self._values: dict[int, torch.Tensor] = {}
+        self._recorder: Recorder | None = None
+
+    def add(self, failure: UntraceableError) -> bool:
+        """Make the module opaque in which a forward has failed; whether that is possible.
+
+        With it go all modules of its class, which run the same line: each would else take another trace.
+        """
+        if failure.module is None or any(failure.module == module.name for module in self.modules):
+            return False
+        kind = type(self._model.get_submodule(failure.module))
+        alike = [name for name, module in self._model.named_modules() if type(module) is kind]
+        found = [*self.modules, *(OpaqueModule(name, failure.place, failure.reason) for name in alike)]
+        names = [module.name for module in found]
+        self.modules = tuple(
+            module
+            for module in found
+            if not any(other != module.name and is_inside(module.name, other) for other in names)
+        )
+        return True
+
+    def install(self, twin: nn.Module) -> None:
+        """Let the opaque modules of ``twin``, a copy of the model for fake tensors, run by stand-ins."""
+        for module in self.modules:
+            target = twin.get_submodule(module.name)
+            target.forward = partial(self._stand_in, module, target)
+
+    def start(
+        self, fake: Sequence[torch.Tensor], real: Sequence[torch.Tensor], recorder: Recorder | None = None
+    ) -> None:
+        """Prepare a run on fake tensors.
+
+        Args:
+            fake: The tensors of the batch.
+            real: The same with their values.
+            recorder: Is told of the operations.
+        """
+        pairs = zip(fake, real, strict=True)
+        self._values = {storage_key(one): other for one, other in pairs if not other.is_meta}
+        self._recorder = recorder
+
+    def _stand_in(self, module: OpaqueModule, twin: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        inputs = tensors_in((args, kwargs))
+        key = module.name, tuple((tensor_spec(tensor), tensor.requires_grad) for tensor in inputs)
+        if key not in self._calls:
+            self._calls[key] = self._run(module, args, kwargs)
+        call = self._calls[key]
+        parameters = list(dict.fromkeys(twin.parameters()))
+        count = self._count
+        made = iter(_StandIn.apply(call, count, len(inputs), *inputs, *parameters))  # type: ignore[no-untyped-call]
+        leaves = [
+            inputs[leaf.index]
+            if isinstance(leaf, _Given)
+            else next(made)
+            if isinstance(leaf, _Made)
+            else leaf
+            for leaf in call.leaves
+        ]
+        return call.build(leaves)
+
+    def _count(self, tally: Tally) -> None:
+        if self._recorder is not None:
+            now = self._recorder.tallies.setdefault(self._recorder.ledger.now, Tally())
+            now.flops += tally.flops
+            now.moved_bytes += tally.moved_bytes
+
+    def _run(self, module: OpaqueModule, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Call:
+        """Run a module alone, forward and backward, on inputs of these shapes.
+
+        Raises:
+            ValueError: It cannot.
+        """
+        with no_dispatch_modes(), torch.random.fork_rng([]), torch.enable_grad():
+            torch.manual_seed(_SEED)
+            plain = self._model.get_submodule(module.name)
+            alone = copy_without_weights(plain, on_meta)
+            alone.train(plain.training)
+            random_weights(alone, torch.device("cpu"), self._dtype)
+            given_args, given_kwargs = map_tensors(self._real, (args, dict(kwargs)))
+            inputs = tensors_in((given_args, given_kwargs))
+            recorder = Recorder(dict(alone.named_parameters()), [*alone.buffers(), *inputs])
+            try:
+                with recorder.saving(), recorder:
+                    output = alone(*given_args, **given_kwargs)
+            except Exception as error:
+                shapes = ", ".join(f"{spec.dtype}{list(spec.shape)}" for spec in map(tensor_spec, inputs))
+                raise ValueError(
+                    f"module {module.name or 'the root'!r} {module.reason}{module.place}, and fails on "
+                    f"random inputs ({shapes}): {type(error).__name__}: {error}"
+                ) from error
+            leaves, build = flatten(output)
+            ends = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+            ends = [leaf for leaf in ends if all(leaf is not tensor for tensor in inputs)]
+            gradients = [torch.ones_like(end) for end in ends]
+            recorder.ledger.now = TraceMoment(True, 0)
+            if ends:
+                with recorder:
+                    torch.autograd.backward(ends, gradients)
+            recorder.ledger.book_gradients(alone.parameters())
+            usage = recorder.ledger.usage([0])
+            return _Call(
+                tuple(_leaf(leaf, inputs) for leaf in leaves),
+                build,
+                usage.get(TraceMoment(False, 0), Usage(0, 0)),
+                usage.get(TraceMoment(True, 0), Usage(0, 0)),
+                frozenset(i for i, one in enumerate(inputs) if storage_key(one) in recorder.saved_storages),
+                (
+                    recorder.tallies.get(TraceMoment(False, 0), Tally()),
+                    recorder.tallies.get(TraceMoment(True, 0), Tally()),
+                ),
+            )
+
+    def _real(self, fake: torch.Tensor) -> torch.Tensor:
+        """Values for an input: those of the batch, else random numbers, zeros as integers, and ``True``."""
+        known = self._values.get(storage_key(fake))
+        if known is not None and known.dtype is fake.dtype:
+            # Also where it is a view; fake tensors of the batch are contiguous.
+            whole = known.detach().cpu().contiguous()
+            return whole.as_strided(fake.shape, fake.stride(), int(fake.storage_offset()))
+        if fake.is_floating_point() or fake.is_complex():
+            return torch.randn(fake.shape, dtype=fake.dtype).requires_grad_(fake.requires_grad)
+        return torch.full(fake.shape, fake.dtype is torch.bool, dtype=fake.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """In place of a leaf of an output: the input with that index."""
+
+    index: int
+
+
+def _leaf(leaf: Any, inputs: Sequence[torch.Tensor]) -> Any:
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    same = next((index for index, tensor in enumerate(inputs) if tensor is leaf), None)
+    return _Made.of(leaf) if same is None else _Given(same)
+
+
+class _StandIn(torch.autograd.Function):
+    """Empty outputs of a call; holds and takes as many bytes as the call did."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        call: _Call,
+        count: Callable[[Tally], None],
+        num_inputs: int,
+        *tensors: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        for parameter in tensors[num_inputs:]:
+            parameter.view(parameter.shape)  # an operation that uses it
+        held = _bytes(call.forward.live_bytes - sum(made.nbytes for made in call.made))
+        _bytes(call.forward.peak_bytes - held.numel())
+        ctx.save_for_backward(held, *(tensors[index] for index in sorted(call.saved)))
+        ctx.call, ctx.count = call, count
+        ctx.like = [_Made.of(tensor) for tensor in tensors]
+        count(call.tallies[0])
+        outputs = tuple(made.empty() for made in call.made)
+        ctx.mark_non_differentiable(
+            *[out for out, made in zip(outputs, call.made, strict=True) if not made.differentiable]
+        )
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        call: _Call = ctx.call
+        _bytes(call.backward.peak_bytes)
+        ctx.count(call.tallies[1])
+        needed = ctx.needs_input_grad[3:]
+        return (
+            None,
+            None,
+            None,
+            *(like.empty() if needs else None for like, needs in zip(ctx.like, needed, strict=True)),
+        )
+
+
+def _bytes(count: int) -> torch.Tensor:
+    return torch.empty(max(count, 0), dtype=torch.uint8, device="cpu")
