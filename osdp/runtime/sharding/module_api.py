@@ -266,11 +266,6 @@ def give_interface(model: nn.Module, applied: "ShardedModel") -> None:
         module.__dict__[_APPLIED] = applied
 
 
-def forget_plan(module: nn.Module) -> None:
-    """Let ``module`` no longer refer to the plan that was applied."""
-    module.__dict__.pop(_APPLIED, None)
-
-
 def _plain_class(module: nn.Module) -> type[nn.Module]:
     kind: type[Any] = type(module)
     return kind.__mro__[kind._orig_cls_mro_index] if isinstance(module, FSDPModule) else kind

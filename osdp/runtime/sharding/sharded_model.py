@@ -26,7 +26,6 @@ from osdp.runtime.recompute import Recomputed
 from osdp.runtime.sharding.backward_pass import BackwardPass, Backwards
 from osdp.runtime.sharding.entries import Arguments, Entries
 from osdp.runtime.sharding.fsdp_units import wrapped_around
-from osdp.runtime.sharding.module_api import forget_plan
 from osdp.runtime.sharding.planned_parameters import PlannedParameters
 from osdp.runtime.sharding.reducer import GradientReducer
 from osdp.runtime.stages import RunningStage, StageLinks, WholeModel
@@ -267,8 +266,6 @@ class ShardedModel:
             recomputed.close()
         self._entries.close()
         self._backward.close()
-        for module in self.model.modules():
-            forget_plan(module)
         self.plain_modules.restore()
         for module in self.model.modules():
             forget_sharding(module)
@@ -333,11 +330,15 @@ class ShardedModel:
             self._sharded.make()
             self._sharded.find()
         args, kwargs = self._entries.begin(module, args, kwargs, caller)
+        if sharding_state(module) is None:
+            return args, kwargs  # it is no unit's module
         return before_forward(module, module, args, kwargs)
 
     def after_call(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Finish such a call; returns the output for its caller."""
-        output = after_forward(module, module, args, free_of_views(output))
+        output = free_of_views(output)
+        if sharding_state(module) is not None:
+            output = after_forward(module, module, args, output)
         return self._entries.end(module, args, output)
 
     # Around a forward
