@@ -38,7 +38,7 @@ from osdp.runtime.sharding.backward_pass import Backwards
 from osdp.runtime.sharding.module_api import PlannedModule
 from osdp.runtime.stages import StageLinks
 from osdp.runtime.steps import StepRunner
-from osdp.runtime.switch import TakenApart, check_switch
+from osdp.runtime.switch import TakenApart, check_switch, with_inner
 from osdp.stepped import Stepped
 from osdp.torch_private.modules import share_registries
 
@@ -270,7 +270,7 @@ class OSDP(Stepped, Wrapped, PlannedModule, nn.Module):
 
         Args:
             plan: Any plan of this model for as many ranks, such as one for another memory limit.
-            optimizer: The optimizer, or all of them.
+            optimizer: The optimizer, or all of them; also in wrappers, as Accelerate and Lightning have.
 
         Raises:
             TypeError: There is no such plan or optimizer.
@@ -278,16 +278,20 @@ class OSDP(Stepped, Wrapped, PlannedModule, nn.Module):
             PlanMismatchError: The plan was made for another model or number of ranks; lists all differences.
             RuntimeError: The model is cut into stages, or gradients wait for a step.
         """
-        optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-        check_switch(self._applied.sharded, plan, optimizers, self._optimizer_check.optimizers)
+        is_one = any(isinstance(each, Optimizer) for each in with_inner(optimizer))
+        given: Any = [optimizer] if is_one else optimizer
+        optimizers = [each for one in given for each in with_inner(one)]
+        stepped = self._optimizer_check.optimizers
+        check_switch(self._applied.sharded, plan, optimizers, stepped)
         for each in optimizers:
             self._optimizer_check.exchange_in(each)
-        taken = TakenApart(self._applied.sharded, optimizers)
+        taken = TakenApart(self._applied.sharded, optimizers, self._optimizer_check.close())
         # They refer to what the last plan stored, which is to be freed meanwhile.
         for name in ("_applied", "_steps", "_optimizer_check", "_measured"):
             del self.__dict__[name]
         applied, fault = taken.go_on(plan, *self._settings)
         self._own(applied, taken.before)
+        self._optimizer_check.remember(stepped)
         taken.tell_left()
         if fault is not None:
             raise fault

@@ -353,6 +353,27 @@ def methods_are_forwards_where_registered() -> None:
             assert_same(gradients(net), want, name)
 
 
+def methods_of_parts_are_forwards_too() -> None:
+    """Of modules that no unit wraps as well, where there was an AttributeError."""
+
+    def work(net: nn.Module, rank: int) -> torch.Tensor:
+        assert isinstance(net, Towers)
+        x = torch.linspace(-1, 1, 20, dtype=torch.float64).view(2, 2, 5) + rank
+        block: Any = net.blocks[0]
+        inner: torch.Tensor = block._work(x)
+        return inner.square().sum()
+
+    reference = plain()
+    mean_loss(reference, work).backward()
+    want = gradients(reference)
+    for name, net, _ in models():
+        register_fsdp_forward_method(net.blocks[0], "_work")
+        for _ in range(2):
+            net.zero_grad()
+            work(net, dist.get_rank()).backward()
+            assert_same(gradients(net), want, name)
+
+
 # Freshness
 
 
@@ -503,6 +524,7 @@ CASES = [
     modules_are_called_by_themselves,
     parts_are_evaluated,
     methods_are_forwards_where_registered,
+    methods_of_parts_are_forwards_too,
     weights_are_never_stale,
     second_backwards_are_planned_or_refused,
 ]

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from osdp.errors import NoGradientError, PlanMismatchError
 from osdp.model.training import Training, unsupported_step
@@ -52,14 +53,26 @@ class OptimizerCheck:
         self._parameters = {id(p): p for p in parameters}
         #: Identities of the parameters that each optimizer had when it was checked.
         self._known: weakref.WeakKeyDictionary[Optimizer, list[int]] = weakref.WeakKeyDictionary()
+        #: Those that have stepped on the model, under this plan or an earlier one.
+        self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._had_gradients = False
         self._told_surplus = False
-        _hook_up(self)
+        self._handles = _hook_up(self)
 
     @property
     def optimizers(self) -> list[Optimizer]:
         """Those that have stepped on the model."""
-        return [optimizer for optimizer in self._known if self._is_over_mine(optimizer)]
+        return [optimizer for optimizer in self._stepped if self._is_over_mine(optimizer)]
+
+    def close(self) -> Replaced:
+        """Check no more steps; returns the parameters that were replaced."""
+        for handle in self._handles:
+            handle.remove()
+        return self._replaced
+
+    def remember(self, stepped: Iterable[Optimizer]) -> None:
+        """Note optimizers that have stepped on the model under an earlier plan."""
+        self._stepped.update(stepped)
 
     def exchange_in(self, optimizer: Optimizer) -> None:
         """Let an optimizer that was made before the model was wrapped train it.
@@ -79,6 +92,7 @@ class OptimizerCheck:
         if self._known.get(optimizer) != _identities(optimizer):
             self._look_at(optimizer)
             self._known[optimizer] = _identities(optimizer)
+            self._stepped.add(optimizer)
         if not self._had_gradients:
             self._look_for_gradients(optimizer)
         if self._is_over_mine(optimizer):
@@ -152,8 +166,8 @@ def _identities(optimizer: Optimizer) -> list[int]:
     return [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _hook_up(check: OptimizerCheck) -> None:
-    """Call ``check`` before and after every optimizer step for as long as it exists.
+def _hook_up(check: OptimizerCheck) -> tuple[RemovableHandle, RemovableHandle]:
+    """Call ``check`` before and after every optimizer step for as long as it exists; returns the handles.
 
     After that the hooks stay registered and do nothing: a garbage collection may free ``check`` while torch
     is iterating over its hooks.
@@ -171,5 +185,7 @@ def _hook_up(check: OptimizerCheck) -> None:
             living.after_step(optimizer)
 
     # Dynamo cannot trace them, and need not: they decide nothing about the step.
-    register_optimizer_step_pre_hook(torch.compiler.disable(before_step))
-    register_optimizer_step_post_hook(torch.compiler.disable(after_step))
+    return (
+        register_optimizer_step_pre_hook(torch.compiler.disable(before_step)),
+        register_optimizer_step_post_hook(torch.compiler.disable(after_step)),
+    )

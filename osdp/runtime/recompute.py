@@ -45,11 +45,18 @@ def recompute(
         logger.warning("use_cache=True is incompatible with activation checkpointing; setting it to False")
         for config in caching:
             config.use_cache = False
+        made[0].caching = tuple(caching)
     return tuple(made)
 
 
 class Recomputed:
-    """The hooks around a forward of a recomputed module."""
+    """The hooks around a forward of a recomputed module.
+
+    Attributes:
+        caching: The configurations whose ``use_cache`` was switched off.
+    """
+
+    caching: tuple[Any, ...] = ()
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
         self._modules = tuple(module.modules())
@@ -77,6 +84,11 @@ class Recomputed:
             running.close()
         else:
             next(running, None)
+
+    def close(self) -> None:
+        """Switch ``use_cache`` on again."""
+        for config in self.caching:
+            config.use_cache = True
 
     def abandon(self) -> None:
         """End forwards that an interrupt has ended, of which torch does not tell :meth:`after`."""

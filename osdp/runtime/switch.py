@@ -26,7 +26,7 @@ from osdp.runtime.computation import Computation
 from osdp.runtime.mesh import mesh_with_tensor_parallel
 from osdp.runtime.module.parameter_owners import ParameterSites, owned_parameters
 from osdp.runtime.module.plain_states import part_for
-from osdp.runtime.module.replaced import PlainParameters
+from osdp.runtime.module.replaced import PlainParameters, Replaced
 from osdp.runtime.ranks.agreement import check_together
 from osdp.runtime.ranks.control import Control
 from osdp.runtime.sharding.apply import apply_sharding
@@ -124,20 +124,25 @@ class TakenApart:
     Args:
         applied: The model, which :func:`check_switch` has passed; it can no longer be used.
         optimizers: The optimizers to take along, which have no parameters until the next plan is applied.
+        replaced: The parameters that the model's have replaced.
 
     Attributes:
         before: The parameters that the model had.
     """
 
-    def __init__(self, applied: ShardedModel, optimizers: Sequence[Optimizer]) -> None:
+    def __init__(self, applied: ShardedModel, optimizers: Sequence[Optimizer], replaced: Replaced) -> None:
         applied.close()
+        replaced.let_go()
         self._model, self._mesh, self._plan = applied.model, applied.mesh, applied.plan
-        self.before = PlainParameters(applied.model)
+        self._group = applied.own_group
+        self.before = PlainParameters(applied.model, replaced)
         self._left = {p.name: weakref.ref(p.stored) for p in applied.parameters}
         self._values = {parameter.name: parameter.stored for parameter in applied.parameters}
         self._paths = {parameter.name: parameter.path for parameter in applied.parameters}
         names = {id(stored): name for name, stored in self._values.items()}
         self._optimizers = [_Detached(optimizer, names) for optimizer in optimizers]
+        for detached in self._optimizers:
+            detached.let_go()
         for entry in owned_parameters(self._model).values():
             entry.register(_on_meta(entry.parameter))
 
@@ -152,6 +157,19 @@ class TakenApart:
             computation: How it computes beside the plan.
         """
         try:
+            with torch.inference_mode(False), torch.enable_grad():
+                return self._go_on(plan, backwards, computation)
+        except BaseException as error:
+            error.add_note(
+                "This was in the midst of a switch: the model has no plan any more, here or on other ranks. "
+                "Start the processes again from the last checkpoint."
+            )
+            raise
+
+    def _go_on(
+        self, plan: Plan, backwards: Backwards, computation: Computation
+    ) -> tuple[ShardedModel, ValueError | None]:
+        try:
             return self._apply(plan, backwards, computation), None
         except ValueError as error:  # raised on all ranks before anything is changed
             return self._apply(self._plan, backwards, computation), error
@@ -163,7 +181,8 @@ class TakenApart:
         if left and dist.get_rank() == 0:
             logger.warning(
                 "%d parameters of the last plan are still referred to from outside, such as %r: a list for "
-                "clipping or an average of weights has to be made again from model.parameters()",
+                "clipping or an average of weights has to be made again from model.parameters(); a loss that "
+                "is kept refers to weights that run in slices",
                 len(left),
                 left[0],
             )
@@ -179,6 +198,7 @@ class TakenApart:
             double_backward=backwards.double_backward,
             computation=computation,
             fill=self._fill,
+            own_group=self._group,
         )
         for parameter in applied.parameters:
             before = self._paths[parameter.name]
@@ -199,7 +219,7 @@ class TakenApart:
 
 
 class _Detached:
-    """An optimizer without parameters, and its states by name."""
+    """An optimizer that is to have no parameters for a while, and its states by name."""
 
     def __init__(self, optimizer: Optimizer, names: Mapping[int, str]) -> None:
         self._optimizer = optimizer
@@ -212,12 +232,16 @@ class _Detached:
             for parameter in parameters:
                 if id(parameter) in names and parameter in optimizer.state:
                     self._states[names[id(parameter)]] = optimizer.state.pop(parameter)
-            parameters.clear()
+
+    def let_go(self) -> None:
+        """Leave it without parameters; called when all optimizers were looked at, which may share groups."""
+        for group in self._optimizer.param_groups:
+            group["params"].clear()
 
     def attach(self, stored: Mapping[str, nn.Parameter]) -> None:
         """Give it the parameters ``stored``, by name, and the states in their layout; all ranks call it."""
         for group, members in zip(self._optimizer.param_groups, self._groups, strict=True):
-            group["params"].extend(stored[each] if isinstance(each, str) else each for each in members)
+            group["params"][:] = [stored[each] if isinstance(each, str) else each for each in members]
         for name in list(self._states):
             state, parameter = self._states.pop(name), stored[name]
 
@@ -226,6 +250,20 @@ class _Detached:
                 return _laid_out(value, parameter) if follows else value
 
             self._optimizer.state[parameter] = {key: laid_out(key, state.pop(key)) for key in list(state)}
+
+
+def with_inner(given: Any) -> Iterator[Any]:
+    """``given``, and the optimizers inside of it, as wrappers have (Accelerate's, Lightning's, Lookahead).
+
+    Args:
+        given: An optimizer, a wrapper that is none itself, which is left out, or anything else.
+    """
+    inner = getattr(given, "optimizer", None)
+    has_inner = isinstance(inner, Optimizer)
+    if isinstance(given, Optimizer) or not has_inner:
+        yield given
+    if has_inner:
+        yield from with_inner(inner)
 
 
 def _on_meta(parameter: nn.Parameter) -> nn.Parameter:

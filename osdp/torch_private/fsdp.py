@@ -150,6 +150,11 @@ def drop_kept_gradient(group: Any, stored: nn.Parameter) -> None:
                 unsharded.grad = None
 
 
+def drop_parameters(group: Any) -> None:
+    """Let one of FSDP2's groups, which is not used again, refer to no parameters."""
+    group.fsdp_params.clear()
+
+
 def find_dtypes(group: Any) -> None:
     """Let one of FSDP2's groups find the dtype of its gradients anew.
 

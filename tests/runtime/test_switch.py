@@ -12,11 +12,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.distributed_c10d import _world
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from osdp import OSDP
 from osdp.errors import PlanMismatchError
 from osdp.plan.plan import Plan
 from osdp.plan.sharding import Mode, Route
+from osdp.torch_private.autograd import apply_function
 from tests.helpers.distributed import run
 from tests.helpers.nets import Net, loss_of, tokens
 from tests.helpers.plans import in_groups, offload, plan_by_hand, split, step_by_exchange
@@ -225,6 +228,8 @@ def refuses() -> None:
     loss.backward()
     fails(RuntimeError, "no optimizer has stepped")
     optimizer.step()
+    with wrapped.no_sync():
+        fails(RuntimeError, "inside of no_sync")
     fails(ValueError, "left out .AdamW.", optimizer=())
     fails(TypeError, "takes a Plan, not a str", plan="plan.json")
     fails(TypeError, "not str", optimizer=["adam"])
@@ -280,3 +285,111 @@ def goes_on_in_bfloat16() -> None:
 
 def test_mixed_precision_goes_on() -> None:
     run(2, goes_on_in_bfloat16)
+
+
+class _Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        raise MemoryError
+
+
+def goes_on_after_failures() -> None:
+    """Out of memory in a forward, in a backward, and in the loss between them."""
+    model = made()
+    named = plans(model)
+    wrapped = OSDP(model, plan=named["shard all"])
+    optimizer = torch.optim.AdamW(wrapped.parameters())
+    batch = tokens(dist.get_rank(), 3, 6)
+    for name in ("in slices", "mixed leaves", "shard all"):
+        with pytest.raises(TypeError):
+            wrapped("no tokens")
+        wrapped.switch(named["mixed blocks"], optimizer)
+        step_on(wrapped, optimizer, 0)
+        handle = model.blocks[0].register_forward_hook(lambda *given: apply_function(_Fails, given[-1]))
+        loss = loss_of(wrapped(batch), batch)
+        with pytest.raises(MemoryError):
+            loss.backward()
+        handle.remove()
+        wrapped.switch(named[name], optimizer)
+        assert all(parameter.grad is None for parameter in wrapped.parameters())
+        step_on(wrapped, optimizer, 1)
+        wrapped(batch)
+        with pytest.raises(RuntimeError, match="reset_iter_state"):
+            wrapped.switch(named["shard all"], optimizer)
+        wrapped.reset_iter_state()
+        with torch.inference_mode():
+            wrapped.switch(named["shard all"], optimizer)
+        step_on(wrapped, optimizer, 2)
+
+
+def test_after_a_step_that_failed() -> None:
+    run(2, goes_on_after_failures)
+
+
+def follows_what_was_made_before() -> None:
+    """An optimizer and a list for clipping from before wrapping, which no switch was told of."""
+    model = made()
+    named = {mode: plan_by_hand(model, mode, 2) for mode in (Mode.FULL_SHARD, Mode.NO_SHARD)}
+    listed = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(listed)
+    wrapped = OSDP(model, plan=named[Mode.NO_SHARD])
+    for mode in (Mode.FULL_SHARD, Mode.NO_SHARD, Mode.FULL_SHARD):
+        wrapped.switch(named[mode])
+    batch = tokens(dist.get_rank(), 3, 6)
+    loss_of(wrapped(batch), batch).backward()
+    assert all(parameter.grad is not None for parameter in listed)
+    before = held(wrapped, optimizer)
+    optimizer.step()
+    trained = [name for name, p in wrapped.named_parameters() if p.requires_grad]
+    after = held(wrapped, optimizer)
+    assert not [name for name in trained if torch.equal(before[name], after[name])]
+    wrapped.switch(named[Mode.NO_SHARD], optimizer)
+    with pytest.raises(ValueError, match="was left out"):
+        wrapped.switch(named[Mode.FULL_SHARD])  # it has stepped under an earlier plan
+
+
+def test_optimizers_from_before_wrapping() -> None:
+    run(2, follows_what_was_made_before)
+
+
+class _Prepared(torch.optim.Optimizer):
+    """As Accelerate's: an optimizer around the one that steps."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self.param_groups, self.state = optimizer.param_groups, optimizer.state
+
+
+def leaves_nothing_though_a_loop_keeps_its_loss() -> None:
+    """Neither parameters, nor hooks or process groups, however often; the loss of the last step is there."""
+    model = made()
+    named = plans(model)
+    wrapped = OSDP(model, plan=named["shard all"])
+    inner = torch.optim.AdamW(wrapped.parameters())
+    optimizer = _Prepared(inner)
+    batch = tokens(dist.get_rank(), 3, 6)
+    trained = sum(parameter.requires_grad for parameter in wrapped.parameters())
+    counts = []
+    before = "shard all"
+    for name in [*named, *named]:
+        loss = loss_of(wrapped(batch), batch)
+        loss.backward()
+        inner.step()
+        gone = {key: weakref.ref(parameter) for key, parameter in wrapped.named_parameters()}
+        wrapped.switch(named[name], optimizer)
+        left = [key for key, reference in gone.items() if reference() is not None]
+        # The graph of an operator in slices leads to its weight itself.
+        assert before == "in slices" or not left, f"from {before} to {name}: {left}"
+        before = name
+        assert len(inner.param_groups[0]["params"]) == len(gone)
+        assert len(inner.state) == trained
+        counts.append((len(_global_optimizer_pre_hooks), len(_world.pg_map)))
+    assert counts[len(named) - 1] == counts[-1]
+
+
+def test_switching_often() -> None:
+    run(2, leaves_nothing_though_a_loop_keeps_its_loss)

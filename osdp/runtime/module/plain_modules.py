@@ -87,12 +87,10 @@ class PlainModules:
         """Undo it. Parameters and buffers are left as they are."""
         for change in self._changes:
             own = vars(change.module)
-            if change.now is change.module:
-                for name in change.added:
-                    own.pop(name, None)
-            else:
-                kept = _attributes(change.now)
-                own.update({name: value for name, value in kept.items() if name not in change.added})
+            for name in change.added:
+                vars(change.now).pop(name, None)
+            if change.now is not change.module:
+                own.update(_attributes(change.now))
                 own["training"] = change.now.training
             own.update(change.replaced)
             change.module.__class__ = change.kind

@@ -101,9 +101,15 @@ class _Plain:
 
 
 class PlainParameters:
-    """The parameters of a plain model, recorded before it is wrapped."""
+    """The parameters of a plain model, recorded before it is wrapped.
 
-    def __init__(self, model: nn.Module) -> None:
+    Args:
+        model: The plain model.
+        earlier: The parameters that these have replaced, if the model was wrapped before.
+    """
+
+    def __init__(self, model: nn.Module, earlier: "Replaced | None" = None) -> None:
+        self._earlier = earlier or Replaced()
         self._noted = [
             _Plain(owned.names, weakref.ref(parameter), _of_users(parameter), gradient_hooks(parameter))
             for owned in owned_parameters(model).values()
@@ -116,7 +122,7 @@ class PlainParameters:
         Args:
             stored: The parameters that the optimizer sees from now on, by every FQN.
         """
-        others: dict[int, tuple[weakref.ref[nn.Parameter], Successor]] = {}
+        marked, others = self._earlier.succeeded_by(stored)
         for plain in self._noted:
             # A stage may contain only the later of two modules that share the parameter.
             name = next((name for name in plain.names if name in stored), plain.names[0])
@@ -130,9 +136,10 @@ class PlainParameters:
             if type(old) is nn.Parameter:
                 old.__class__ = ReplacedParameter
                 vars(old).update(fqn=name, successor=new)
+                marked.append(weakref.ref(old))
             elif old is not None:
                 others[id(old)] = (plain.reference, (name, new))
-        return Replaced(others)
+        return Replaced(others, marked)
 
 
 def _of_users(parameter: nn.Parameter) -> dict[str, Any]:
@@ -146,12 +153,37 @@ class Replaced:
     Args:
         others: Replaced parameters of classes other than ``nn.Parameter``, such as tensor-parallel DTensors,
             by id.
+        marked: The :class:`ReplacedParameter` ones.
     """
 
     def __init__(
-        self, others: "Mapping[int, tuple[weakref.ref[nn.Parameter], Successor]] | None" = None
+        self,
+        others: "Mapping[int, tuple[weakref.ref[nn.Parameter], Successor]] | None" = None,
+        marked: "Sequence[weakref.ref[nn.Parameter]]" = (),
     ) -> None:
-        self._others = others or {}
+        self._others = dict(others or {})
+        self._marked = tuple(marked)
+
+    def let_go(self) -> None:
+        """Keep no successor, which are about to be replaced themselves."""
+        self.succeeded_by({})
+        self._others = {key: (old, (name, None)) for key, (old, (name, _)) in self._others.items()}
+
+    def succeeded_by(
+        self, stored: Mapping[str, nn.Parameter]
+    ) -> "tuple[list[weakref.ref[nn.Parameter]], dict[int, tuple[weakref.ref[nn.Parameter], Successor]]]":
+        """Give them the successors ``stored``, by FQN; returns those that are still referenced."""
+        marked = [reference for reference in self._marked if reference() is not None]
+        for reference in marked:
+            old = reference()
+            if isinstance(old, ReplacedParameter):
+                vars(old).update(successor=stored.get(old.fqn))
+        others = {
+            key: (reference, (name, stored.get(name)))
+            for key, (reference, (name, _)) in self._others.items()
+            if reference() is not None
+        }
+        return marked, others
 
     def exchange_in(
         self, optimizer: torch.optim.Optimizer, computing: "Mapping[int, Successor] | None" = None

@@ -55,6 +55,7 @@ def apply_sharding(
     double_backward: bool = False,
     computation: Computation | None = None,
     fill: Callable[[Mapping[str, ParameterSites]], None] | None = None,
+    own_group: dist.ProcessGroup | None = None,
 ) -> ShardedModel:
     """Run ``model`` under one stage of ``plan``; see :func:`osdp.runtime.running.apply`.
 
@@ -69,6 +70,7 @@ def apply_sharding(
         computation: How it computes beside the plan; as planned if ``None``.
         fill: Gives parameters that are on ``meta``, stored as planned, their values; buffers are left as they
             are. Such parameters are initialised if ``None``.
+        own_group: The process group for replicated gradients that an earlier plan of the model has made.
 
     Raises:
         RuntimeError: This torch cannot reduce unused sharded parameters.
@@ -106,7 +108,8 @@ def apply_sharding(
     parameters = PlannedParameters.stored_as(model, sharding, storage, owned, policy.param_dtype, mesh)
     lockstep = Lockstep(control, model, participants_of(model, sharding))
     parameters.replicated.wait = lambda work: lockstep.wait(work, "the gather of updated parameters")
-    group = gradient_group(mesh, beside_shards=storage.shards_any and len(parameters.replicated) > 0)
+    beside_shards = storage.shards_any and len(parameters.replicated) > 0
+    group = gradient_group(mesh, beside_shards=beside_shards, own=own_group)
     applied = ShardedModel(
         model,
         plan,
@@ -125,6 +128,7 @@ def apply_sharding(
         watch_batches(model, plan)
     plain.note_changes()
     applied.plain_modules = plain
+    applied.own_group = group if group is not mesh.get_group() else own_group
     return applied
 
 

@@ -128,7 +128,8 @@ class BackwardPass:
         return bool(self._used)
 
     def close(self) -> None:
-        """Remove the hooks on stored parameters."""
+        """Remove the hooks on stored parameters, and let the graphs of earlier forwards keep none of them."""
+        self._lockstep.on_backward = lambda: None
         for parameter in self._parameters:
             remove_hooks(parameter.stored, parameter.path.own_hooks)
 

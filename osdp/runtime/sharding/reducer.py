@@ -163,17 +163,23 @@ def replicated_units(
     return tuple(members for members in found if members)
 
 
-def gradient_group(mesh: DeviceMesh, *, beside_shards: bool) -> dist.ProcessGroup:
+def gradient_group(
+    mesh: DeviceMesh, *, beside_shards: bool, own: dist.ProcessGroup | None
+) -> dist.ProcessGroup:
     """The process group in which replicated gradients are reduced.
 
     In a model with sharded units it is a group of its own: ranks may issue these all-reduces and the
     collectives of sharded units in different orders, which would deadlock in one group.
+
+    Args:
+        mesh: The mesh of the data-parallel ranks.
+        beside_shards: Whether there are sharded units.
+        own: One that was made for the model already.
     """
     group: dist.ProcessGroup = mesh.get_group()
     if not beside_shards or mesh.size() == 1:
         return group
-    ranks = dist.get_process_group_ranks(group)
-    own: dist.ProcessGroup = dist.new_group(
-        ranks, backend=dist.get_backend(group), use_local_synchronization=True
-    )
+    if own is None:
+        ranks = dist.get_process_group_ranks(group)
+        own = dist.new_group(ranks, backend=dist.get_backend(group), use_local_synchronization=True)
     return own

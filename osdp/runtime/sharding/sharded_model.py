@@ -35,6 +35,7 @@ from osdp.torch_private.fsdp import (
     backward_is_unfinished,
     before_forward,
     complete_units,
+    drop_parameters,
     forget_sharding,
     reset_sharded,
     sharding_state,
@@ -57,9 +58,11 @@ class ShardedModel:
         root_state: FSDP2's state of the model's root.
         parameters: Its parameters, of all modes.
         plain_modules: What its modules were before.
+        own_group: The process group that was made for replicated gradients, if one was.
     """
 
     plain_modules: PlainModules
+    own_group: dist.ProcessGroup | None
 
     def __init__(
         self,
@@ -85,6 +88,8 @@ class ShardedModel:
         self._recomputed = recomputed
         #: Whether forwards since the last optimizer step may have backwards to come.
         self._has_graphs = False
+        #: The number of no_sync() that are open.
+        self._kept_open = 0
         # 1. Parameters by mode.
         self.root_state = sharding_state(model)
         self.parameters = parameters
@@ -107,6 +112,7 @@ class ShardedModel:
             entries=self._entries,
             settings=backwards,
         )
+        self._begin = _Begin(self._backward)
         swapped = (*self._replicated, *self._in_slices.parameters)
         modules = {id(module): module for parameter in swapped for module, _ in parameter.owned.places}
         for module in modules.values():
@@ -164,9 +170,11 @@ class ShardedModel:
         """Accumulate without reductions: backwards inside keep their gradients for the first one outside."""
         before = [parameter.path.syncs for parameter in self.parameters]
         self.set_requires_gradient_sync(False)
+        self._kept_open += 1
         try:
             yield
         finally:
+            self._kept_open -= 1
             for parameter, syncs in zip(self.parameters, before, strict=True):
                 parameter.path.syncs = syncs
             self.follow_settings()
@@ -220,14 +228,24 @@ class ShardedModel:
 
     @property
     def waiting_for(self) -> str | None:
-        """What has to come before the model is between two steps; ``None`` if it is."""
+        """What has to come before the model is between two steps; ``None`` if it is.
+
+        After a backward that failed it is, without gradients.
+        """
+        if not in_backward():
+            self._recover_unfinished()
+        if self._kept_open:
+            return "it is inside of no_sync(), which ends with settings of the plan before"
         if not self._entries.is_idle or self._backward.runs or self._backward.is_awaited:
-            return "a forward has had no backward yet"
+            return (
+                "a forward has had no backward yet (after an exception in between, or a forward that gets "
+                "none, call model.reset_iter_state())"
+            )
         if self._backward.keeps_gradients:
             return "an accumulation has kept gradients, which its last backward is to reduce"
         has_gradients = any(parameter.stored.grad is not None for parameter in self.parameters)
         if has_gradients and not self._backward.is_stepped:
-            return "there are gradients that no optimizer has stepped by"
+            return "there are gradients that no optimizer has stepped by, nor zero_grad() has dropped"
         return None
 
     def close(self) -> None:
@@ -238,6 +256,14 @@ class ShardedModel:
         self.free_copies()
         for parameter in self.parameters:
             parameter.stored.grad = None
+        # A loop keeps its last loss, whose graph is not to keep what was stored.
+        self._begin.backward = None
+        for unit in self._sharded.units:
+            drop_parameters(unit.group)
+        for parameter in self._replicated:
+            parameter.compute.data = parameter.compute.data.new_empty(0)
+        for recomputed in self._recomputed:
+            recomputed.close()
         self._entries.close()
         self._backward.close()
         self.plain_modules.restore()
@@ -304,19 +330,21 @@ class ShardedModel:
             self._sharded.make()
             self._sharded.find()
         args, kwargs = self._entries.begin(module, args, kwargs, caller)
+        if sharding_state(module) is None:
+            return args, kwargs  # it is no unit's module
         return before_forward(module, module, args, kwargs)
 
     def after_call(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Finish such a call; returns the output for its caller."""
-        output = after_forward(module, module, args, free_of_views(output))
+        output = free_of_views(output)
+        if sharding_state(module) is not None:
+            output = after_forward(module, module, args, output)
         return self._entries.end(module, args, output)
 
     # Around a forward
 
     def _before_forward(self, module: nn.Module) -> None:
-        if self._backward.runs or backward_is_unfinished(self.model):
-            logger.warning("the last backward did not end; its gradients are dropped")
-            self.recover(drop_gradients=True)
+        self._recover_unfinished()
         # Before anything is gathered, which registers parameters again over whatever was put in their place.
         self.parameters.check_registered()
         for parameter in self.parameters:
@@ -331,6 +359,11 @@ class ShardedModel:
         self._in_slices.reshard()
         self._backward.watch_replicated()
 
+    def _recover_unfinished(self) -> None:
+        if self._backward.runs or backward_is_unfinished(self.model):
+            logger.warning("the last backward did not end; its gradients are dropped")
+            self.recover(drop_gradients=True)
+
     def _after_forward(self, output: Any, raised: bool) -> Any:
         if raised:
             self._lockstep.fail(sys.exc_info()[1], "a forward")
@@ -343,7 +376,7 @@ class ShardedModel:
             self._sharded.find()
             self._sharded.note_versions()
             for tensor in tensors_with_grad(output):
-                tensor.register_hook(self._backward.begin)
+                tensor.register_hook(self._begin.on_gradient)
         # Without gradients, but not between a forward and its backward, which needs what that left in place.
         elif not self._backward.is_awaited:
             self._replicated.swap_out()
@@ -357,3 +390,27 @@ class ShardedModel:
     def _before_state_dict(self, *_: object) -> None:
         self._replicated.swap_out()
         self._in_slices.reshard()
+
+
+class _Begin:
+    """Begins a backward at the gradient of an output.
+
+    Attributes:
+        backward: The backwards of the model; ``None`` once its plan was undone.
+    """
+
+    def __init__(self, backward: BackwardPass) -> None:
+        self.backward: BackwardPass | None = backward
+
+    def on_gradient(self, grad: torch.Tensor) -> None:
+        """Hook on outputs.
+
+        Raises:
+            RuntimeError: The plan was undone.
+        """
+        if self.backward is None:
+            raise RuntimeError(
+                "this is a backward of a forward from before the model was switched to another plan, whose "
+                "parameters are gone: run the forward again"
+            )
+        self.backward.begin(grad)
