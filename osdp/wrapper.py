@@ -24,7 +24,8 @@ from osdp.plan.measured import MemoryReport
 from osdp.plan.plan import Plan
 from osdp.resolve import Asked, applied_model, check_reuse
 from osdp.runtime import ShardedModel
-from osdp.runtime.checkpoint import load_pretrained, save_pretrained
+from osdp.runtime.checkpoint import load_pretrained
+from osdp.runtime.checkpoint.pretrained import save_as_transformers
 from osdp.runtime.computation import Computation
 from osdp.runtime.measured_steps import MeasuredSteps
 from osdp.runtime.mesh import data_parallel_axis
@@ -105,7 +106,7 @@ class OSDP(Stepped, Wrapped, PlannedModule, nn.Module):
         """Inside fairscale's ``enable_wrap`` only mark ``model`` as a unit of decision and return it."""
         if marks_here(cls):
             check_known(options, OSDP, fsdp_arguments.names())
-            here, computation = _translated(options)
+            here, computation = fsdp_arguments.translated(options)
             if computation != Computation():
                 raise ValueError(
                     "output_dtype, cast_forward_inputs and param_init_fn hold for the whole model: pass them "
@@ -130,7 +131,7 @@ class OSDP(Stepped, Wrapped, PlannedModule, nn.Module):
     ) -> None:
         super().__init__()
         check_known(options, OSDP, fsdp_arguments.names())
-        here, computation = _translated(options)
+        here, computation = fsdp_arguments.translated(options)
         asked_for = here.pop("mesh", None)
         if mesh is not None and asked_for not in (None, mesh):
             raise ValueError("mesh= is another than device_mesh= or process_group=: pass one of them")
@@ -361,7 +362,7 @@ class OSDP(Stepped, Wrapped, PlannedModule, nn.Module):
         """
         if not hasattr(type(self.module), "save_pretrained"):
             raise AttributeError(f"{type(self.module).__name__} has no save_pretrained")
-        return functools.partial(_save_as_transformers, self)
+        return functools.partial(save_as_transformers, self)
 
     def train(self, mode: bool = True) -> "OSDP":
         """Set the model's training mode."""
@@ -433,30 +434,6 @@ class OSDP(Stepped, Wrapped, PlannedModule, nn.Module):
             "    average = [p.detach().clone() for p in model.parameters()]\n"
             "    get_ema_multi_avg_fn(decay)(average, [p.detach() for p in model.parameters()], None)"
         )
-
-
-def _save_as_transformers(
-    model: OSDP,
-    folder: "str | Path",
-    *,
-    is_main_process: bool = True,
-    save_function: Any = None,
-    state_dict: Any = None,
-) -> None:
-    del is_main_process, save_function  # each rank writes its shards
-    if state_dict is not None:
-        raise TypeError(
-            "save_pretrained of an OSDP model writes its own weights, by shards: leave out state_dict=, "
-            "and call it on every rank; other weights are saved by model.module.save_pretrained on rank 0"
-        )
-    save_pretrained(model, folder)
-
-
-def _translated(options: Mapping[str, Any]) -> tuple[dict[str, Any], Computation]:
-    """Options with the arguments of FSDP among them translated, which must not contradict the others."""
-    own = {name: value for name, value in options.items() if name not in fsdp_arguments.names()}
-    found, computation = fsdp_arguments.translate({n: v for n, v in options.items() if n not in own})
-    return fsdp_arguments.without_contradictions(found, own), computation
 
 
 #: The long name, as in the paper's code.

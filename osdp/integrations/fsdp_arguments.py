@@ -144,6 +144,17 @@ def names() -> tuple[str, ...]:
     return tuple(FSDPArguments.__annotations__)
 
 
+def translated(options: Mapping[str, Any]) -> tuple[dict[str, Any], Computation]:
+    """Options with the arguments of FSDP among them translated, which must not contradict the others.
+
+    Raises:
+        ValueError: Some cannot be, or contradict each other; tells of all at once.
+    """
+    own = {name: value for name, value in options.items() if name not in names()}
+    found, computation = translate({name: value for name, value in options.items() if name not in own})
+    return without_contradictions(found, own), computation
+
+
 def translate(given: Mapping[str, Any]) -> tuple[dict[str, Any], Computation]:
     """What ``given`` arguments mean here.
 

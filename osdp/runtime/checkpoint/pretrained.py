@@ -255,3 +255,32 @@ def _check(state: Mapping[str, torch.Tensor], saved: Mapping[str, Any], path: Pa
 def _few(names: list[str]) -> str:
     more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
     return ", ".join(names[:_LISTED]) + more
+
+
+def save_as_transformers(
+    model: nn.Module,
+    folder: "str | Path",
+    *,
+    is_main_process: bool = True,
+    save_function: Any = None,
+    state_dict: Any = None,
+) -> None:
+    """:func:`save_pretrained` with the arguments that scripts pass to models of transformers.
+
+    Args:
+        model: The wrapped model.
+        folder: Where.
+        is_main_process: Ignored, as is ``save_function``: each rank writes its shards.
+        save_function: Ignored.
+        state_dict: Must be left out.
+
+    Raises:
+        TypeError: A ``state_dict`` is given.
+    """
+    del is_main_process, save_function
+    if state_dict is not None:
+        raise TypeError(
+            "save_pretrained of an OSDP model writes its own weights, by shards: leave out state_dict=, "
+            "and call it on every rank; other weights are saved by model.module.save_pretrained on rank 0"
+        )
+    save_pretrained(model, folder)

@@ -15,6 +15,7 @@ Start at :mod:`osdp.search.sharding.planner`, then :func:`osdp.search.sharding.s
 - ``local_search``: better neighbours of a plan
 - ``single_changes``: a plan that is not proven best, improved by single units
 - ``ties``: among plans that nothing shows to be faster, the simplest
+- ``suggestions``: what would help where nothing fits
 - ``explain``: the reason of each decision: what the next-best choice would have cost
 - ``milp``: an independent checker, by HiGHS
 """
