@@ -286,6 +286,7 @@ class _LinearSlices(torch.autograd.Function):
             if grad_weight is not None or whole is not None:
                 made = its_grad.t() @ its_x if out_dim == 0 else its_x.t() @ its_grad
                 sliced.put_gradient(made, grad_weight, whole, index)
+                del made  # before the next slice is gathered
         grad_bias = grad.sum(0) if needs_bias and ctx.has_bias else None
         return None if grad_x is None else grad_x.to(x.dtype), grad_weight, grad_bias, None, None, whole
 
@@ -327,6 +328,7 @@ class _EmbeddingSlices(torch.autograd.Function):
             made = grad.new_zeros(stop - start, sliced.sharded_size)
             made.index_add_(0, place, grad * counts[:, None])
             sliced.put_gradient(made, grad_weight, whole, index)
+            del made  # before the next one is made
         return None, grad_weight, None, None, whole
 
 
@@ -389,6 +391,7 @@ class _HeadAndLoss(torch.autograd.Function):
             del part
             if grad_weight is not None or whole is not None:
                 sliced.put_gradient(share.t() @ hidden, grad_weight, whole, index)
+            del share  # before the next slice is gathered
         hidden_gradient = None if grad_hidden is None else grad_hidden.to(hidden.dtype)
         return hidden_gradient, grad_weight, None, None, None, whole
 
