@@ -108,8 +108,8 @@ class OpaqueModules:
     ) -> None:
         self._model, self._dtype = model, dtype
         self.modules = tuple(modules)
-        #: By module and the shapes of its inputs.
-        self._calls: dict[tuple[str, Any], _Call] = {}
+        #: By module, whether gradients are recorded, and what the call depends on of its arguments.
+        self._calls: dict[tuple[str, bool, str], _Call] = {}
         #: Index and values of each tensor of the batch, by the storage of its fake tensor.
         self._values: dict[int, tuple[int, torch.Tensor]] = {}
         self._recorder: Recorder | None = None
@@ -191,6 +191,8 @@ class OpaqueModules:
             now = self._recorder.tallies.setdefault(self._recorder.ledger.now, Tally())
             now.flops += tally.flops
             now.moved_bytes += tally.moved_bytes
+            # Modules that do other work are no repeats of each other, though the stand-in runs the same.
+            now.digest.update(repr((tally.flops, tally.moved_bytes)).encode())
 
     def _kind(self, leaf: Any) -> Any:
         """What a call may depend on of a leaf of its arguments."""
@@ -211,14 +213,7 @@ class OpaqueModules:
         """
         with no_dispatch_modes(), torch.random.fork_rng([]):
             torch.default_generator.manual_seed(_SEED)
-            alone = copy_without_weights(self._model.get_submodule(module.name), on_meta)
-            for one, other in zip(alone.modules(), twin.modules(), strict=True):
-                one.training = other.training
-            random_weights(alone, torch.device("cpu"), self._dtype)
-            if self._dtype is not None:
-                for one in alone.modules():
-                    if next(one.parameters(recurse=False), None) is not None and not keeps_dtype(one):
-                        cast_inputs(one, self._dtype)
+            alone = self._copy(module, twin)
             if any(self._is_made_up(tensor) for tensor in tensors_in((args, kwargs))):
                 self._guessed.add(module.name)
             given_args, given_kwargs = map_tensors(self._real, (args, dict(kwargs)))
@@ -228,44 +223,59 @@ class OpaqueModules:
             try:
                 with recorder.saving(), recorder:
                     output = alone(*given_args, **given_kwargs)
+                leaves, build = flatten(output)
+                changed = [
+                    index
+                    for index, tensor in enumerate(inputs)
+                    if tensor._version != versions[index] and tensor.requires_grad
+                ]
+                ends = _ends(leaves, inputs, changed)
+                gradients = [torch.ones_like(end) for end in ends]
+                recorder.ledger.now = TraceMoment(True, 0)
+                if ends:
+                    with recorder:
+                        torch.autograd.backward(ends, gradients)
             except Exception as error:
-                shapes = ", ".join(f"{spec.dtype}{list(spec.shape)}" for spec in map(tensor_spec, inputs))
-                failure = UntraceableError(
-                    f"module {module.name or 'the root'!r} {module.reason}{module.place}, and fails on "
-                    f"random inputs ({shapes}): {type(error).__name__}: {error}",
-                    module.place,
-                    module.reason,
-                )
-                if module.name in self._guessed:
-                    failure.module = self._recorder.around if self._recorder is not None else None
-                raise failure from error
-            leaves, build = flatten(output)
-            changed = [i for i, one in enumerate(inputs) if one._version != versions[i] and one.requires_grad]
-            untouched = {id(one) for i, one in enumerate(inputs) if i not in changed}
-            ends = [
-                leaf
-                for leaf in {id(leaf): leaf for leaf in (*leaves, *(inputs[i] for i in changed))}.values()
-                if isinstance(leaf, torch.Tensor) and leaf.requires_grad and id(leaf) not in untouched
-            ]
-            gradients = [torch.ones_like(end) for end in ends]
-            recorder.ledger.now = TraceMoment(True, 0)
-            if ends:
-                with recorder:
-                    torch.autograd.backward(ends, gradients)
+                raise self._failure(module, inputs, error) from error
             recorder.ledger.book_gradients(alone.parameters())
             usage = recorder.ledger.usage([0])
+            forward, backward = TraceMoment(False, 0), TraceMoment(True, 0)
             return _Call(
                 tuple(_leaf(leaf, inputs) for leaf in leaves),
                 build,
-                usage.get(TraceMoment(False, 0), Usage(0, 0)),
-                usage.get(TraceMoment(True, 0), Usage(0, 0)),
+                usage.get(forward, Usage(0, 0)),
+                usage.get(backward, Usage(0, 0)),
                 frozenset(i for i, one in enumerate(inputs) if storage_key(one) in recorder.saved_storages),
                 tuple(changed),
-                (
-                    recorder.tallies.get(TraceMoment(False, 0), Tally()),
-                    recorder.tallies.get(TraceMoment(True, 0), Tally()),
-                ),
+                (recorder.tallies.get(forward, Tally()), recorder.tallies.get(backward, Tally())),
             )
+
+    def _copy(self, module: OpaqueModule, twin: nn.Module) -> nn.Module:
+        """A copy that runs alone on the CPU, in the modes of ``twin`` and in the runtime's dtypes."""
+        alone = copy_without_weights(self._model.get_submodule(module.name), on_meta)
+        for one, other in zip(alone.modules(), twin.modules(), strict=True):
+            one.training = other.training
+        random_weights(alone, torch.device("cpu"), self._dtype)
+        if self._dtype is not None:
+            for one in alone.modules():
+                if next(one.parameters(recurse=False), None) is not None and not keeps_dtype(one):
+                    cast_inputs(one, self._dtype)
+        return alone
+
+    def _failure(
+        self, module: OpaqueModule, inputs: Sequence[torch.Tensor], error: Exception
+    ) -> UntraceableError:
+        """The error to raise after a module has raised ``error`` alone."""
+        shapes = ", ".join(f"{spec.dtype}{list(spec.shape)}" for spec in map(tensor_spec, inputs))
+        failure = UntraceableError(
+            f"module {module.name or 'the root'!r} {module.reason}{module.place}, and fails on random inputs "
+            f"({shapes}): {type(error).__name__}: {error}",
+            module.place,
+            module.reason,
+        )
+        if module.name in self._guessed and self._recorder is not None:
+            failure.module = self._recorder.around
+        return failure
 
     def _real(self, fake: torch.Tensor) -> torch.Tensor:
         """Values for an input: those of the batch, else random numbers, zeros as integers, and ``True``."""
@@ -304,6 +314,20 @@ def _leaf(leaf: Any, inputs: Sequence[torch.Tensor]) -> Any:
         return leaf
     same = next((index for index, tensor in enumerate(inputs) if tensor is leaf), None)
     return _Made.of(leaf) if same is None else _Given(same)
+
+
+def _ends(
+    leaves: Sequence[Any], inputs: Sequence[torch.Tensor], changed: Sequence[int]
+) -> list[torch.Tensor]:
+    """Where backward begins: outputs and changed inputs, but no input that is passed on as it was."""
+    found = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    found += [inputs[index] for index in changed]
+    passed_on = {id(tensor) for index, tensor in enumerate(inputs) if index not in changed}
+    return [
+        tensor
+        for key, tensor in {id(tensor): tensor for tensor in found}.items()
+        if tensor.requires_grad and key not in passed_on
+    ]
 
 
 class _StandIn(torch.autograd.Function):
