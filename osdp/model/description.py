@@ -332,7 +332,8 @@ class ModelDesc(Savable):
 
         Raises:
             TypeError: The sample inputs are of another type.
-            ValueError: The model rejects the sample batch, or its loss depends on values of tensors.
+            ValueError: The model rejects the sample batch, its loss depends on values of tensors, or a module
+                that reads them fails when it runs alone.
         """
         # Imported only when called, so that the values stay importable without torch.
         from osdp.tracing.trace import describe

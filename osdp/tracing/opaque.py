@@ -32,6 +32,8 @@ from osdp.tracing.tensors import flatten, map_leaves, map_tensors, storage_key, 
 
 #: Inputs are drawn by a generator with this seed, so that each run has the same.
 _SEED = 0
+#: Arguments that are what they look like.
+_PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +115,7 @@ class OpaqueModules:
         #: Index and values of each tensor of the batch, by the storage of its fake tensor.
         self._values: dict[int, tuple[int, torch.Tensor]] = {}
         self._recorder: Recorder | None = None
-        #: Modules that were given integers of unknown values.
+        #: Modules that were given what cannot be made again: integers of unknown values, and objects.
         self._guessed: set[str] = set()
 
     def add(self, failure: UntraceableError) -> bool:
@@ -135,7 +137,7 @@ class OpaqueModules:
         return True
 
     def guessed_in(self, name: str | None) -> OpaqueModule | None:
-        """A module inside ``name`` that was given integers of unknown values, if there is one."""
+        """A module inside ``name`` whose arguments had to be guessed, if there is one."""
         if name is None:
             return None
         inside = (module for module in self.modules if is_inside(module.name, name))
@@ -197,7 +199,7 @@ class OpaqueModules:
     def _kind(self, leaf: Any) -> Any:
         """What a call may depend on of a leaf of its arguments."""
         if not isinstance(leaf, torch.Tensor):
-            return leaf if isinstance(leaf, (bool, int, float, str, type(None))) else type(leaf)
+            return leaf if isinstance(leaf, _PLAIN) else type(leaf)
         source = self._values.get(storage_key(leaf))
         place = None if source is None else (source[0], leaf.stride(), leaf.storage_offset())
         return tensor_spec(leaf), leaf.requires_grad, place
@@ -208,13 +210,13 @@ class OpaqueModules:
         """Run a module alone, forward and backward, on inputs of these shapes.
 
         Raises:
-            UntraceableError: It cannot. If it was given integers that are not those of the batch, the module
-                around it, which computes them, is the one to be opaque.
+            UntraceableError: It cannot. If its arguments had to be guessed, the module around it, which makes
+                them, is the one to be opaque.
         """
         with no_dispatch_modes(), torch.random.fork_rng([]):
             torch.default_generator.manual_seed(_SEED)
             alone = self._copy(module, twin)
-            if any(self._is_made_up(tensor) for tensor in tensors_in((args, kwargs))):
+            if any(self._is_made_up(leaf) for leaf in flatten((args, dict(kwargs)))[0]):
                 self._guessed.add(module.name)
             given_args, given_kwargs = map_tensors(self._real, (args, dict(kwargs)))
             inputs = tensors_in((given_args, given_kwargs))
@@ -296,10 +298,12 @@ class OpaqueModules:
         _, known = self._values.get(storage_key(fake), (0, None))
         return known if known is not None and known.dtype is fake.dtype else None
 
-    def _is_made_up(self, fake: torch.Tensor) -> bool:
-        """Whether an input is of integers whose values are not known."""
-        is_integer = not (fake.is_floating_point() or fake.is_complex() or fake.dtype is torch.bool)
-        return is_integer and self._known(fake) is None
+    def _is_made_up(self, leaf: Any) -> bool:
+        """Whether an argument is an integer tensor of unknown values, or an object that may hold tensors."""
+        if not isinstance(leaf, torch.Tensor):
+            return not isinstance(leaf, _PLAIN)
+        is_integer = not (leaf.is_floating_point() or leaf.is_complex() or leaf.dtype is torch.bool)
+        return is_integer and self._known(leaf) is None
 
 
 @dataclass(frozen=True, slots=True)

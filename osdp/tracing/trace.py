@@ -235,7 +235,7 @@ def _fake_run(
         failure = forward_failure(error, batch.specs)
         guessed = opaque.guessed_in(recorder.running)
         if guessed is not None:
-            # Its outputs may have other shapes than on the integers that it is given in training.
+            # Its outputs may have other shapes than on the arguments that it gets in training.
             failure = UntraceableError(str(failure), guessed.place, guessed.reason)
         if isinstance(failure, UntraceableError):
             failure.module = recorder.running

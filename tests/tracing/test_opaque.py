@@ -166,6 +166,22 @@ def test_integers_made_from_the_batch_make_the_module_opaque_that_makes_them(bod
     assert [module.name for module in desc.opaque] == ["top"]
 
 
+def test_an_object_with_tensors_makes_the_module_opaque_that_passes_it_on() -> None:
+    def body(odd: Odd, x: torch.Tensor, seen: set[torch.Tensor]) -> torch.Tensor:
+        return torch.stack([odd.inner(x), *seen]).sum(0)
+
+    class Whole(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.top = nn.Linear(8, 8), Between(body, lambda odd, x: odd(x, {x * 2}))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            loss: torch.Tensor = self.top(self.first(x))
+            return loss
+
+    assert [module.name for module in ModelDesc.from_module(Whole(), torch.randn(4, 8)).opaque] == ["top"]
+
+
 def test_hooks_and_backward_may_read_values() -> None:
     class Reads(torch.autograd.Function):
         @staticmethod
