@@ -242,11 +242,15 @@ class ModelDesc(Savable):
 
     @property
     def doubts(self) -> tuple[str, ...]:
-        """What a plan is to say of opaque modules."""
+        """What a plan is to say of opaque modules, once for each line of code."""
+        names: dict[tuple[str, str], list[str]] = {}
+        for module in self.opaque:
+            names.setdefault((module.reason, module.place), []).append(module.name or "the root")
         return tuple(
-            f"module {module.name or 'the root'!r} {module.reason}{module.place}: it was described as one, "
-            "and what it takes on other values may differ, so that the predicted peak is not guaranteed"
-            for module in self.opaque
+            f"module {alike[0]!r}{f' (one of {len(alike)})' if alike[1:] else ''} {reason}{place}: "
+            "described as one; what it takes on other values may differ, so that the predicted peak is not "
+            "guaranteed"
+            for (reason, place), alike in names.items()
         )
 
     @cached_property
@@ -328,7 +332,8 @@ class ModelDesc(Savable):
 
         Raises:
             TypeError: The sample inputs are of another type.
-            ValueError: The model rejects the sample batch, or its loss depends on values of tensors.
+            ValueError: The model rejects the sample batch, its loss depends on values of tensors, or a module
+                that reads them fails when it runs alone.
         """
         # Imported only when called, so that the values stay importable without torch.
         from osdp.tracing.trace import describe

@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import nn
@@ -13,14 +12,13 @@ from osdp.model.description import ModelDesc
 from osdp.nn.modules import keeps_dtype
 from osdp.profiler.block_stubs import install_stubs
 from osdp.profiler.repeats import Repeat
-from osdp.tracing.fake_copy import copy_without_weights, on_meta, random_weights
+from osdp.tracing.fake_copy import cast_inputs, copy_without_weights, on_meta, random_weights
 from osdp.tracing.loss import LossFn, scalar_loss
 from osdp.tracing.module_walk import Interval, Key, Observer, walk_modules
 from osdp.tracing.opaque import OpaqueModules
 from osdp.tracing.operators import find_parameters
 from osdp.tracing.sample_batch import SampleBatch
 from osdp.tracing.single_draws import SingleDraws
-from osdp.tracing.tensors import map_tensors
 
 #: Segment index of intervals that run in a stub.
 NOWHERE = -1
@@ -109,14 +107,15 @@ def reduced_model(
     twin = copy_without_weights(model, on_meta)
     left_out = tuple(repeat.block for repeat in repeats)
     random_weights(twin, device, param_dtype, left_out)
-    if param_dtype is not None:
-        _cast_block_inputs(twin, model_desc, left_out, param_dtype)
-    places = {(s.module, s.call, s.part): index for index, s in enumerate(model_desc.segments)}
-    reduced = ReducedModel(twin, batch.to(device, param_dtype), loss_fn, repeats, places)
+    moved = batch.to(device, param_dtype)
     if model_desc.opaque and isinstance(torch.empty(0), FakeTensor):
         opaque = OpaqueModules(model, model_desc.opaque, param_dtype)
         opaque.install(twin)
-        opaque.start(reduced.batch.tensors, batch.tensors)
+        opaque.start(moved.tensors, batch.tensors)
+    if param_dtype is not None:
+        _cast_block_inputs(twin, model_desc, left_out, param_dtype)
+    places = {(s.module, s.call, s.part): index for index, s in enumerate(model_desc.segments)}
+    reduced = ReducedModel(twin, moved, loss_fn, repeats, places)
     handles = install_stubs(twin, repeats)
     # 3. One forward records what the stubs have to return, and whether the model drops layers at random.
     draws = _find_draws(reduced, model_desc)
@@ -158,13 +157,6 @@ def _cast_block_inputs(
     twin: nn.Module, model_desc: ModelDesc, left_out: Sequence[str], dtype: torch.dtype
 ) -> None:
     """Cast the inputs of blocks and of modules with parameters of their own, as the runtime does."""
-
-    def cast(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(dtype) if tensor.is_floating_point() else tensor
-
-    def hook(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        return map_tensors(cast, args), map_tensors(cast, kwargs)
-
     blocks = dict.fromkeys(op.block for op in model_desc.operators if op.block is not None and op.executed)
     own = [
         name
@@ -173,4 +165,4 @@ def _cast_block_inputs(
     ]
     for name in dict.fromkeys((*blocks, *own)):
         if not any(name == block or name.startswith(f"{block}.") for block in left_out):
-            twin.get_submodule(name).register_forward_pre_hook(hook, with_kwargs=True)
+            cast_inputs(twin.get_submodule(name), dtype)

@@ -41,3 +41,15 @@ def share_registries(wrapper: nn.Module, module: nn.Module) -> None:
 def registered_parameter(module: nn.Module, name: str) -> torch.Tensor | None:
     """The parameter of ``module`` called ``name``; ``functional_call`` registers plain tensors there."""
     return module._parameters.get(name)
+
+
+def remove_forward_hooks(module: nn.Module) -> None:
+    """Remove all hooks of ``module`` that run before or after its forward."""
+    for hooks in (
+        module._forward_pre_hooks,
+        module._forward_pre_hooks_with_kwargs,
+        module._forward_hooks,
+        module._forward_hooks_with_kwargs,
+        module._forward_hooks_always_called,
+    ):
+        hooks.clear()

@@ -2,11 +2,13 @@
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
 from osdp.nn.modules import keeps_dtype
+from osdp.tracing.tensors import map_tensors
 
 MakeParameter = Callable[[nn.Parameter], torch.Tensor]
 
@@ -75,6 +77,18 @@ def random_weights(
             setattr(module, key, made[parameter])
         for key, buffer in list(module.named_buffers(recurse=False)):
             setattr(module, key, buffer.to(device))
+
+
+def cast_inputs(module: nn.Module, dtype: torch.dtype) -> None:
+    """Let ``module`` cast its floating-point inputs to ``dtype``, as the runtime does."""
+
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    def hook(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        return map_tensors(cast, args), map_tensors(cast, kwargs)
+
+    module.register_forward_pre_hook(hook, with_kwargs=True)
 
 
 def _random(

@@ -97,8 +97,9 @@ class Recorder(TorchDispatchMode):
         #: Keys of all storages that were saved for backward, those of parameters and inputs among them.
         self.saved_storages: set[int] = set()
         self._last = 0
-        #: The module whose own code runs, and ``None`` in the loss.
-        self.running: str | None = ""
+        #: The modules whose code runs, outermost first; in backward those of the interval, in the loss none.
+        self._running: tuple[str, ...] = ("",)
+        self._stacks: list[tuple[str, ...]] = []
         self._trained = [parameter for parameter in parameters.values() if parameter.requires_grad]
         self._handles: list[RemovableHandle] = []
 
@@ -114,6 +115,16 @@ class Recorder(TorchDispatchMode):
             handle.remove()
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
+    @property
+    def running(self) -> str | None:
+        """The module whose own code runs; ``None`` in the loss."""
+        return self._running[-1] if self._running else None
+
+    @property
+    def around(self) -> str | None:
+        """The module whose code has called the one that runs; ``None`` for the root."""
+        return self._running[-2] if len(self._running) > 1 else None
+
     def enter_forward(self, index: int, interval: Interval, outputs: Any) -> None:
         """An interval begins; see :class:`osdp.tracing.module_walk.Observer`."""
         if index:
@@ -124,7 +135,8 @@ class Recorder(TorchDispatchMode):
             numbers = (self.ledger.number(tensor) for tensor in tensors_in(outputs))
             self.given[interval.module] = frozenset(number for number in numbers if number is not None)
         self._last = index
-        self.running = None if interval.call and not interval.module else interval.module
+        self._running = () if interval.call and not interval.module else interval.stack
+        self._stacks.append(self._running)
         self.ledger.now = TraceMoment(False, index)
 
     def leave_forward(self, loss: torch.Tensor) -> None:
@@ -140,6 +152,7 @@ class Recorder(TorchDispatchMode):
     def enter_backward(self, index: int) -> None:
         """The backward of an interval begins."""
         self.ledger.now = TraceMoment(True, index)
+        self._running = self._stacks[index]
 
     def saving(self) -> AbstractContextManager[None]:
         """Context manager in which the bytes of tensors saved for backward are counted."""

@@ -21,15 +21,19 @@ from torch import nn
 
 from osdp.model.description import OpaqueModule
 from osdp.model.fqn import is_inside
+from osdp.nn.modules import keeps_dtype
 from osdp.torch_private.dispatch_modes import no_dispatch_modes
+from osdp.torch_private.modules import remove_forward_hooks
 from osdp.tracing.failures import UntraceableError
-from osdp.tracing.fake_copy import copy_without_weights, on_meta, random_weights
+from osdp.tracing.fake_copy import cast_inputs, copy_without_weights, on_meta, random_weights
 from osdp.tracing.memory_ledger import TraceMoment, Usage
 from osdp.tracing.op_recorder import Recorder, Tally
-from osdp.tracing.tensors import flatten, map_tensors, storage_key, tensor_spec, tensors_in
+from osdp.tracing.tensors import flatten, map_leaves, map_tensors, storage_key, tensor_spec, tensors_in
 
 #: Inputs are drawn by a generator with this seed, so that each run has the same.
 _SEED = 0
+#: Arguments that are what they look like.
+_PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +72,13 @@ class _Call:
     """What one call of a module did.
 
     Attributes:
-        leaves: The leaves of its output: an index for a tensor that it was given, :class:`_Made` for one that
-            it made, and anything that is no tensor.
+        leaves: The leaves of its output: :class:`_Given` for a tensor that it was given, :class:`_Made` for
+            one that it made, and anything that is no tensor.
         build: Builds the output from other leaves.
         forward: Its memory in forward.
         backward: Its memory in backward.
         saved: Indices of the inputs that it saved for backward.
+        changed: Indices of the inputs that it changed in place, if gradients flow through them after that.
         tallies: Its operations in forward, and in backward.
     """
 
@@ -82,6 +87,7 @@ class _Call:
     forward: Usage
     backward: Usage
     saved: frozenset[int]
+    changed: tuple[int, ...]
     tallies: tuple[Tally, Tally]
 
     @property
@@ -104,10 +110,13 @@ class OpaqueModules:
     ) -> None:
         self._model, self._dtype = model, dtype
         self.modules = tuple(modules)
-        #: By module and the shapes of its inputs.
-        self._calls: dict[tuple[str, Any], _Call] = {}
-        self._values: dict[int, torch.Tensor] = {}
+        #: By module, whether gradients are recorded, and what the call depends on of its arguments.
+        self._calls: dict[tuple[str, bool, str], _Call] = {}
+        #: Index and values of each tensor of the batch, by the storage of its fake tensor.
+        self._values: dict[int, tuple[int, torch.Tensor]] = {}
         self._recorder: Recorder | None = None
+        #: Modules that were given what cannot be made again: integers of unknown values, and objects.
+        self._guessed: set[str] = set()
 
     def add(self, failure: UntraceableError) -> bool:
         """Make the module opaque in which a forward has failed; whether that is possible.
@@ -127,11 +136,19 @@ class OpaqueModules:
         )
         return True
 
+    def guessed_in(self, name: str | None) -> OpaqueModule | None:
+        """A module inside ``name`` whose arguments had to be guessed, if there is one."""
+        if name is None:
+            return None
+        inside = (module for module in self.modules if is_inside(module.name, name))
+        return next((module for module in inside if module.name in self._guessed), None)
+
     def install(self, twin: nn.Module) -> None:
         """Let the opaque modules of ``twin``, a copy of the model for fake tensors, run by stand-ins."""
         for module in self.modules:
             target = twin.get_submodule(module.name)
             target.forward = partial(self._stand_in, module, target)
+            remove_forward_hooks(target)  # they may read values, too, and run where the module runs alone
 
     def start(
         self, fake: Sequence[torch.Tensor], real: Sequence[torch.Tensor], recorder: Recorder | None = None
@@ -143,19 +160,24 @@ class OpaqueModules:
             real: The same with their values.
             recorder: Is told of the operations.
         """
-        pairs = zip(fake, real, strict=True)
-        self._values = {storage_key(one): other for one, other in pairs if not other.is_meta}
+        pairs = enumerate(zip(fake, real, strict=True))
+        self._values = {
+            storage_key(one): (index, other) for index, (one, other) in pairs if not other.is_meta
+        }
         self._recorder = recorder
 
     def _stand_in(self, module: OpaqueModule, twin: nn.Module, *args: Any, **kwargs: Any) -> Any:
         inputs = tensors_in((args, kwargs))
-        key = module.name, tuple((tensor_spec(tensor), tensor.requires_grad) for tensor in inputs)
+        key = module.name, torch.is_grad_enabled(), repr(map_leaves(self._kind, (args, kwargs)))
         if key not in self._calls:
-            self._calls[key] = self._run(module, args, kwargs)
+            self._calls[key] = self._run(module, twin, args, kwargs)
         call = self._calls[key]
         parameters = list(dict.fromkeys(twin.parameters()))
         count = self._count
-        made = iter(_StandIn.apply(call, count, len(inputs), *inputs, *parameters))  # type: ignore[no-untyped-call]
+        outputs = _StandIn.apply(call, count, len(inputs), *inputs, *parameters)  # type: ignore[no-untyped-call]
+        for index, change in zip(call.changed, outputs, strict=False):
+            inputs[index].add_(change)
+        made = iter(outputs[len(call.changed) :])
         leaves = [
             inputs[leaf.index]
             if isinstance(leaf, _Given)
@@ -171,63 +193,117 @@ class OpaqueModules:
             now = self._recorder.tallies.setdefault(self._recorder.ledger.now, Tally())
             now.flops += tally.flops
             now.moved_bytes += tally.moved_bytes
+            # Modules that do other work are no repeats of each other, though the stand-in runs the same.
+            now.digest.update(repr((tally.flops, tally.moved_bytes)).encode())
 
-    def _run(self, module: OpaqueModule, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Call:
+    def _kind(self, leaf: Any) -> Any:
+        """What a call may depend on of a leaf of its arguments."""
+        if not isinstance(leaf, torch.Tensor):
+            return leaf if isinstance(leaf, _PLAIN) else type(leaf)
+        source = self._values.get(storage_key(leaf))
+        place = None if source is None else (source[0], leaf.stride(), leaf.storage_offset())
+        return tensor_spec(leaf), leaf.requires_grad, place
+
+    def _run(
+        self, module: OpaqueModule, twin: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> _Call:
         """Run a module alone, forward and backward, on inputs of these shapes.
 
         Raises:
-            ValueError: It cannot.
+            UntraceableError: It cannot. If its arguments had to be guessed, the module around it, which makes
+                them, is the one to be opaque.
         """
-        with no_dispatch_modes(), torch.random.fork_rng([]), torch.enable_grad():
-            torch.manual_seed(_SEED)
-            plain = self._model.get_submodule(module.name)
-            alone = copy_without_weights(plain, on_meta)
-            alone.train(plain.training)
-            random_weights(alone, torch.device("cpu"), self._dtype)
+        with no_dispatch_modes(), torch.random.fork_rng([]):
+            torch.default_generator.manual_seed(_SEED)
+            alone = self._copy(module, twin)
+            if any(self._is_made_up(leaf) for leaf in flatten((args, dict(kwargs)))[0]):
+                self._guessed.add(module.name)
             given_args, given_kwargs = map_tensors(self._real, (args, dict(kwargs)))
             inputs = tensors_in((given_args, given_kwargs))
+            versions = [tensor._version for tensor in inputs]
             recorder = Recorder(dict(alone.named_parameters()), [*alone.buffers(), *inputs])
             try:
                 with recorder.saving(), recorder:
                     output = alone(*given_args, **given_kwargs)
+                leaves, build = flatten(output)
+                changed = [
+                    index
+                    for index, tensor in enumerate(inputs)
+                    if tensor._version != versions[index] and tensor.requires_grad
+                ]
+                ends = _ends(leaves, inputs, changed)
+                gradients = [torch.ones_like(end) for end in ends]
+                recorder.ledger.now = TraceMoment(True, 0)
+                if ends:
+                    with recorder:
+                        torch.autograd.backward(ends, gradients)
             except Exception as error:
-                shapes = ", ".join(f"{spec.dtype}{list(spec.shape)}" for spec in map(tensor_spec, inputs))
-                raise ValueError(
-                    f"module {module.name or 'the root'!r} {module.reason}{module.place}, and fails on "
-                    f"random inputs ({shapes}): {type(error).__name__}: {error}"
-                ) from error
-            leaves, build = flatten(output)
-            ends = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-            ends = [leaf for leaf in ends if all(leaf is not tensor for tensor in inputs)]
-            gradients = [torch.ones_like(end) for end in ends]
-            recorder.ledger.now = TraceMoment(True, 0)
-            if ends:
-                with recorder:
-                    torch.autograd.backward(ends, gradients)
+                raise self._failure(module, inputs, error) from error
             recorder.ledger.book_gradients(alone.parameters())
             usage = recorder.ledger.usage([0])
+            forward, backward = TraceMoment(False, 0), TraceMoment(True, 0)
             return _Call(
                 tuple(_leaf(leaf, inputs) for leaf in leaves),
                 build,
-                usage.get(TraceMoment(False, 0), Usage(0, 0)),
-                usage.get(TraceMoment(True, 0), Usage(0, 0)),
+                usage.get(forward, Usage(0, 0)),
+                usage.get(backward, Usage(0, 0)),
                 frozenset(i for i, one in enumerate(inputs) if storage_key(one) in recorder.saved_storages),
-                (
-                    recorder.tallies.get(TraceMoment(False, 0), Tally()),
-                    recorder.tallies.get(TraceMoment(True, 0), Tally()),
-                ),
+                tuple(changed),
+                (recorder.tallies.get(forward, Tally()), recorder.tallies.get(backward, Tally())),
             )
+
+    def _copy(self, module: OpaqueModule, twin: nn.Module) -> nn.Module:
+        """A copy that runs alone on the CPU, in the modes of ``twin`` and in the runtime's dtypes."""
+        alone = copy_without_weights(self._model.get_submodule(module.name), on_meta)
+        for one, other in zip(alone.modules(), twin.modules(), strict=True):
+            one.training = other.training
+        random_weights(alone, torch.device("cpu"), self._dtype)
+        if self._dtype is not None:
+            for one in alone.modules():
+                if next(one.parameters(recurse=False), None) is not None and not keeps_dtype(one):
+                    cast_inputs(one, self._dtype)
+        return alone
+
+    def _failure(
+        self, module: OpaqueModule, inputs: Sequence[torch.Tensor], error: Exception
+    ) -> UntraceableError:
+        """The error to raise after a module has raised ``error`` alone."""
+        shapes = ", ".join(f"{spec.dtype}{list(spec.shape)}" for spec in map(tensor_spec, inputs))
+        failure = UntraceableError(
+            f"module {module.name or 'the root'!r} {module.reason}{module.place}, and fails on random inputs "
+            f"({shapes}): {type(error).__name__}: {error}",
+            module.place,
+            module.reason,
+        )
+        if module.name in self._guessed and self._recorder is not None:
+            failure.module = self._recorder.around
+        return failure
 
     def _real(self, fake: torch.Tensor) -> torch.Tensor:
         """Values for an input: those of the batch, else random numbers, zeros as integers, and ``True``."""
-        known = self._values.get(storage_key(fake))
-        if known is not None and known.dtype is fake.dtype:
-            # Also where it is a view; fake tensors of the batch are contiguous.
-            whole = known.detach().cpu().contiguous()
-            return whole.as_strided(fake.shape, fake.stride(), int(fake.storage_offset()))
-        if fake.is_floating_point() or fake.is_complex():
-            return torch.randn(fake.shape, dtype=fake.dtype).requires_grad_(fake.requires_grad)
-        return torch.full(fake.shape, fake.dtype is torch.bool, dtype=fake.dtype)
+        known = self._known(fake)
+        if known is not None:
+            # Also where it is a view; fake tensors of the batch are contiguous. Modules may change it.
+            whole = known.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+            real = whole.as_strided(fake.shape, fake.stride(), int(fake.storage_offset()))
+        elif fake.is_floating_point() or fake.is_complex():
+            real = torch.randn(fake.shape, dtype=fake.dtype)
+        else:
+            real = torch.full(fake.shape, fake.dtype is torch.bool, dtype=fake.dtype)
+        # Of a leaf a copy, which is none: modules may not change leaves in place.
+        return real.requires_grad_().clone() if fake.requires_grad else real
+
+    def _known(self, fake: torch.Tensor) -> torch.Tensor | None:
+        """The tensor of the batch that ``fake`` is a view of."""
+        _, known = self._values.get(storage_key(fake), (0, None))
+        return known if known is not None and known.dtype is fake.dtype else None
+
+    def _is_made_up(self, leaf: Any) -> bool:
+        """Whether an argument is an integer tensor of unknown values, or an object that may hold tensors."""
+        if not isinstance(leaf, torch.Tensor):
+            return not isinstance(leaf, _PLAIN)
+        is_integer = not (leaf.is_floating_point() or leaf.is_complex() or leaf.dtype is torch.bool)
+        return is_integer and self._known(leaf) is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,6 +318,20 @@ def _leaf(leaf: Any, inputs: Sequence[torch.Tensor]) -> Any:
         return leaf
     same = next((index for index, tensor in enumerate(inputs) if tensor is leaf), None)
     return _Made.of(leaf) if same is None else _Given(same)
+
+
+def _ends(
+    leaves: Sequence[Any], inputs: Sequence[torch.Tensor], changed: Sequence[int]
+) -> list[torch.Tensor]:
+    """Where backward begins: outputs and changed inputs, but no input that is passed on as it was."""
+    found = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    found += [inputs[index] for index in changed]
+    passed_on = {id(tensor) for index, tensor in enumerate(inputs) if index not in changed}
+    return [
+        tensor
+        for key, tensor in {id(tensor): tensor for tensor in found}.items()
+        if tensor.requires_grad and key not in passed_on
+    ]
 
 
 class _StandIn(torch.autograd.Function):
@@ -267,7 +357,9 @@ class _StandIn(torch.autograd.Function):
         ctx.mark_non_differentiable(
             *[out for out, made in zip(outputs, call.made, strict=True) if not made.differentiable]
         )
-        return outputs
+        # What changes an input is one number: it only carries its gradient.
+        changes = (torch.empty((), dtype=tensors[index].dtype, device="cpu") for index in call.changed)
+        return *changes, *outputs
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

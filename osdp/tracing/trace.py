@@ -20,6 +20,7 @@ from osdp.model.fqn import is_compiled_as_one
 from osdp.nn.embeddings import check_embeddings
 from osdp.nn.fake_tensors import FakeTensors
 from osdp.nn.modules import keeps_dtype, supported_slicing
+from osdp.torch_private.dispatch_modes import no_dispatch_modes
 from osdp.tracing.blocks import find_blocks
 from osdp.tracing.failures import UntraceableError, forward_failure
 from osdp.tracing.fake_copy import copy_without_weights, on_fake_cpu
@@ -200,11 +201,13 @@ def _other_batch(
     twin: nn.Module, batch: SampleBatch, loss_fn: LossFn | None, opaque: OpaqueModules, trace: _Trace
 ) -> _Trace | None:
     """The trace at twice the batch; ``None`` if the model rejects it or runs other segments then."""
+    with no_dispatch_modes():
+        larger = batch.resized(2 * batch.local_batch)
     try:
         draws = SingleDraws(twin, largest=trace.largest_draws)
         # A loss that keeps its targets warns of a batch that the user never runs.
         with warnings.catch_warnings(action="ignore"):
-            double = _fake_run(twin, batch.resized(2 * batch.local_batch), loss_fn, opaque, draws)
+            double = _fake_run(twin, larger, loss_fn, opaque, draws)
     except ValueError:
         return None
     same = [s.interval.key for s in double.segments] == [s.interval.key for s in trace.segments]
@@ -226,8 +229,14 @@ def _fake_run(
     try:
         with draws, torch.enable_grad(), recorder.saving(), recorder:
             intervals = walk_modules(twin, fake, recorder, loss_fn=loss_fn)
+    except UntraceableError:
+        raise  # of an opaque module
     except Exception as error:
         failure = forward_failure(error, batch.specs)
+        guessed = opaque.guessed_in(recorder.running)
+        if guessed is not None:
+            # Its outputs may have other shapes than on the arguments that it gets in training.
+            failure = UntraceableError(str(failure), guessed.place, guessed.reason)
         if isinstance(failure, UntraceableError):
             failure.module = recorder.running
         raise failure from error

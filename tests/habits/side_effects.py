@@ -60,7 +60,7 @@ def batch_norm(ctx: Context) -> None:
         ctx.value("evaluated", model(_shared(ctx, 9)[0]))
 
 
-@habit(low_tolerance=None, refused="depends on values of tensors")
+@habit(low_tolerance=None)
 def batch_norm_with_cumulative_mean(ctx: Context) -> None:
     """Trains BatchNorm(momentum=None), whose statistics depend on the number of calls."""
     _trained(ctx, _net(Normed(None), Normed(None), Block(25)))
