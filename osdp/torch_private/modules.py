@@ -10,11 +10,12 @@ PARAMETER_REGISTRIES = ("_parameters", "_buffers", "_non_persistent_buffers_set"
 _STATE_DICT_HOOKS = (
     "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
 )  # fmt: skip
-#: Those that hold its hooks, by the keys of their handles.
-HOOK_REGISTRIES = (
+_FORWARD_HOOKS = (
     "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks", "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called", "_backward_pre_hooks", "_backward_hooks", *_STATE_DICT_HOOKS,
+    "_forward_hooks_always_called",
 )  # fmt: skip
+#: Those that hold its hooks, by the keys of their handles.
+HOOK_REGISTRIES = (*_FORWARD_HOOKS, "_backward_pre_hooks", "_backward_hooks", *_STATE_DICT_HOOKS)
 
 
 def set_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
@@ -45,11 +46,5 @@ def registered_parameter(module: nn.Module, name: str) -> torch.Tensor | None:
 
 def remove_forward_hooks(module: nn.Module) -> None:
     """Remove all hooks of ``module`` that run before or after its forward."""
-    for hooks in (
-        module._forward_pre_hooks,
-        module._forward_pre_hooks_with_kwargs,
-        module._forward_hooks,
-        module._forward_hooks_with_kwargs,
-        module._forward_hooks_always_called,
-    ):
-        hooks.clear()
+    for registry in _FORWARD_HOOKS:
+        getattr(module, registry).clear()

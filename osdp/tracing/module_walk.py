@@ -35,7 +35,6 @@ from osdp.tracing.sample_batch import SampleBatch
 
 Key = tuple[str, int, int]
 #: Nodes that accumulate gradients have no place in the sequence: their numbers are at least this.
-#: Nodes that accumulate gradients have no place in the sequence: their numbers are at least this.
 _NO_SEQUENCE = 2**63
 
 

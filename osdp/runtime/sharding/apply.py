@@ -83,8 +83,7 @@ def apply_sharding(
     control = Control.over(mesh)
     size, on_meta = mesh.size(), is_on_meta(model)
     backwards = Backwards(find_unused_parameters, double_backward)
-    initialise = computation.param_init_fn
-    by_modules = fill is None and initialise is None
+    by_modules = fill is None and computation.param_init_fn is None
     check_together(control, lambda: _check_given(model, plan, stage, size, double_backward, by_modules))
     check_alike(control, model, plan, stage, **asdict(backwards))
     policy = _policy(plan.training, computation)
@@ -101,8 +100,7 @@ def apply_sharding(
     if fill is not None:
         fill(owned)
     elif on_meta:
-        device = device_of(mesh)
-        materialise(model, owned, mesh, device, offloaded=storage.offloaded, param_init_fn=initialise)
+        _initialise(model, owned, mesh, storage, computation)
     _check_unused(model, storage, backwards)
     # 4. The handle. Where something is sharded, replicated gradients have a group of their own.
     parameters = PlannedParameters.stored_as(model, sharding, storage, owned, policy.param_dtype, mesh)
@@ -175,6 +173,24 @@ def _distribute(
     start_unit = partial(_start_parameters, owned=owned, mesh=mesh, device=device)
     shard_units(model, sharding, Meshes.over(mesh), policy, replicated, start_unit, computation.output_dtype)
     return owned, recomputed
+
+
+def _initialise(
+    model: nn.Module,
+    owned: dict[str, ParameterSites],
+    mesh: DeviceMesh,
+    storage: ParameterStorage,
+    computation: Computation,
+) -> None:
+    """Initialise a model that is on meta, in shards."""
+    materialise(
+        model,
+        owned,
+        mesh,
+        device_of(mesh),
+        offloaded=storage.offloaded,
+        param_init_fn=computation.param_init_fn,
+    )
 
 
 def _make_reducer(
