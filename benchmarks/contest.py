@@ -60,9 +60,13 @@ FINALISTS = 3
 ROUNDS, MOST_ROUNDS = 10, 60
 #: Seconds after which no further rounds begin: on slow networks a step takes seconds, and varies little.
 ENOUGH = 150
+#: Part of its time that a rival might save by recomputation or smaller microbatches, generously.
+SAVED = 0.2
 #: Half the width of an interval, relative to its middle, that is narrow enough.
 NARROW = 0.03
 LOSS_TOLERANCE = 1e-3
+#: The loss of the last of them is compared with a single process.
+COMPARED_STEPS = 10
 TIMEOUT = 1800
 
 
@@ -131,13 +135,20 @@ class Contest:
         return measure_step(self.live, make)[:2]
 
     def screen(self) -> dict[Rival, tuple[int, float]]:
-        """Bytes and seconds of the rivals; those that only save memory where others exceed some limit."""
+        """Bytes and seconds of the rivals.
+
+        Those that only save memory beside a simpler one are left out where that one fits every limit, or is
+        so slow that it would not be among the finalists of any.
+        """
         found: dict[Rival, tuple[int, float]] = {}
         tightest = min(self.limits.values())
         for rival in rivals(dist.get_world_size(), tuple(self.settings)):
             simpler = [Rival(rival.kind, rival.bucket, rival.recompute, n) for n in self.settings]
             simpler += [Rival(rival.kind, rival.bucket, microbatches=rival.microbatches)]
-            if any(other in found and found[other][0] <= tightest for other in simpler):
+            fit_all = sorted(seconds for peak, seconds in found.values() if peak <= tightest)
+            slow = fit_all[FINALISTS - 1] / (1 - SAVED) if len(fit_all) >= FINALISTS else float("inf")
+            known = [found[other] for other in simpler if other in found]
+            if any(peak <= tightest or seconds >= slow for peak, seconds in known):
                 continue
             found[rival] = self.measure(partial(self.step_of_rival, rival))
         return found
@@ -207,12 +218,11 @@ def compete(
     first = next(iter(chosen))
     makers[f"{first} again"] = makers[first]
     makers |= {name: partial(contest.step_of, *pair) for name, pair in plans.items()}
-    seconds, losses, steps = _turns(makers, rows, most_rounds)
+    seconds, losses = _turns(makers, rows, most_rounds)
     return {
         "rows": rows,
         "seconds": seconds,
         "losses": losses,
-        "steps": steps,
         "screened": {rival.name: found for rival, found in screened.items()},
         "again": first,
         "doubts": list(contest.device.doubts),
@@ -228,32 +238,42 @@ def _microbatches(case: Case) -> tuple[int, ...]:
 
 def _turns(
     makers: Mapping[str, Callable[[], TrainStep]], rows: Mapping[str, dict[str, Any]], most_rounds: int
-) -> tuple[dict[str, list[float]], dict[str, float], int]:
-    """Seconds and last losses of all candidates in turn, until the intervals of the rows are narrow."""
+) -> tuple[dict[str, list[float]], dict[str, float]]:
+    """Seconds of all candidates in turn, until the intervals of the rows are narrow, and losses.
+
+    Those that only rows with narrow intervals need take no further part.
+    """
     steps = {name: make() for name, make in makers.items()}
     done = dict.fromkeys(steps, 0)
     losses = dict.fromkeys(steps, 0.0)
     seconds: dict[str, list[float]] = {name: [] for name in steps}
 
     def run(name: str) -> None:
-        losses[name] = steps[name](done[name])
+        loss = steps[name](done[name])
+        if done[name] < COMPARED_STEPS:
+            losses[name] = loss
         done[name] += 1
 
-    go_on, begin = torch.ones(1), time.monotonic()
-    while bool(go_on):
+    taking_part, begin = list(steps), time.monotonic()
+    while taking_part:
         found = alternate(
-            {name: (lambda name=name: run(name)) for name in steps},
+            {name: partial(run, name) for name in taking_part},
             rounds=ROUNDS,
-            warmup=0 if seconds[next(iter(steps))] else 1,
+            warmup=0 if seconds[taking_part[0]] else 1,
             synchronize=dist.barrier,
         )
         for name, values in found.items():
             seconds[name] += values
-        wide = any(not is_narrow(ratio) for ratio in _ratios(rows, seconds))
-        rounds, enough = len(next(iter(seconds.values()))), time.monotonic() - begin > ENOUGH
-        go_on.fill_(float(wide and rounds < most_rounds and not enough))
-        dist.broadcast(go_on, 0)
-    return seconds, {name: mean_loss(loss) for name, loss in losses.items()}, next(iter(done.values()))
+        if len(seconds[taking_part[0]]) >= most_rounds or time.monotonic() - begin > ENOUGH:
+            taking_part = []
+        else:
+            wide = [name for name, ratio in _ratios(rows, seconds).items() if not is_narrow(ratio)]
+            needed = {rival for name in wide for rival in (name, *rows[name]["finalists"])}
+            taking_part = [name for name in taking_part if name in needed]
+        decided = [taking_part]
+        dist.broadcast_object_list(decided, 0)
+        taking_part = decided[0]
+    return seconds, {name: mean_loss(loss) for name, loss in losses.items()}
 
 
 def is_narrow(ratio: Ratio) -> bool:
@@ -261,19 +281,26 @@ def is_narrow(ratio: Ratio) -> bool:
     return (ratio.high - ratio.low) / 2 <= NARROW * ratio.median
 
 
-def _ratios(rows: Mapping[str, dict[str, Any]], seconds: Mapping[str, list[float]]) -> list[Ratio]:
+def _ratios(rows: Mapping[str, dict[str, Any]], seconds: Mapping[str, list[float]]) -> dict[str, Ratio]:
     """The best rival over OSDP in each row that has both."""
-    return [
-        over_best_rival(row["finalists"], name, seconds)[1]
+    return {
+        name: over_best_rival(row["finalists"], name, seconds)[1]
         for name, row in rows.items()
         if name in seconds and row["finalists"]
-    ]
+    }
 
 
 def over_best_rival(finalists: list[str], name: str, seconds: Mapping[str, list[float]]) -> tuple[str, Ratio]:
     """The finalist that is fastest in the even rounds, and its time over that of ``name`` in the odd ones."""
-    best = min(finalists, key=lambda rival: median(seconds[rival][::2]))
-    return best, paired_ratio(seconds[best][1::2], seconds[name][1::2])
+    rounds = len(seconds[name])
+    best = min(finalists, key=lambda rival: median(seconds[rival][:rounds:2]))
+    return best, paired_ratio(seconds[best][1:rounds:2], seconds[name][1::2])
+
+
+def _in_common(first: list[float], second: list[float]) -> Ratio:
+    """The ratio of two candidates over the rounds in which both took part."""
+    rounds = min(len(first), len(second))
+    return paired_ratio(first[:rounds], second[:rounds])
 
 
 def names_of(launch: Round) -> list[str]:
@@ -302,7 +329,7 @@ def rows_of(launch: Round, most_rounds: int) -> list[Row]:
     except WorkerError as error:
         return [label | {"error": str(error)} for label in labels]
     training = Training(local_batch=SAMPLES)
-    expected = reference_losses(CASES[launch.case], training, launch.world_size, measured["steps"])[-1]
+    expected = reference_losses(CASES[launch.case], training, launch.world_size, COMPARED_STEPS)[-1]
     return [
         label | _row(f"osdp {fraction}", measured, expected)
         for label, fraction in zip(labels, launch.fractions, strict=True)
@@ -314,14 +341,14 @@ def _row(name: str, measured: Mapping[str, Any], expected: float) -> Row:
     row: Row = dict(measured["rows"][name])
     seconds = measured["seconds"]
     again = measured["again"]
-    same = paired_ratio(seconds[f"{again} again"], seconds[again])
+    same = _in_common(seconds[f"{again} again"], seconds[again])
     row |= {"same_program": [same.low, same.median, same.high], "doubts": measured["doubts"]}
     if "infeasible" in row:
         # Honest only if no rival fits either.
         return row | ({"error": f"rivals fit: {row['infeasible']}"} if row["fitting"] else {})
     plan: Plan = codec.from_json(Plan, row["plan"])
     ours = median(seconds[name])
-    per_block = paired_ratio(seconds[row["fsdp2"]], seconds[name])
+    per_block = _in_common(seconds[row["fsdp2"]], seconds[name])
     difference = abs(measured["losses"][name] - expected) / abs(expected)
     row |= {
         "over_limit": row["peak"] > row["limit"],
