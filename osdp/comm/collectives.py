@@ -265,6 +265,20 @@ def _start(receives: Iterable[dist.P2POp], sends: Iterable[dist.P2POp]) -> Pendi
     return PendingMessages(dist.batch_isend_irecv(operations) if operations else ())
 
 
+def start_gather(whole: torch.Tensor, group: dist.ProcessGroup) -> PendingMessages:
+    """Start to fill in the parts of the other ranks: each rank sends its own to every other.
+
+    Args:
+        whole: Contiguous, of shape ``(num_ranks, ...)``; this rank's part has its values.
+        group: The ranks.
+    """
+    mine, others = whole[group.rank()], _others(group)
+    return _start(
+        (dist.P2POp(dist.irecv, whole[rank], group=group, group_peer=rank) for rank in others),
+        (dist.P2POp(dist.isend, mine, group=group, group_peer=rank) for rank in others),
+    )
+
+
 def gather_in_place(
     parts: Parts, group: dist.ProcessGroup, wait: Callable[[PendingMessages], object]
 ) -> None:

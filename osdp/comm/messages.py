@@ -69,3 +69,7 @@ class PendingMessages:
             self._error = error
         finally:
             self._ended.set()
+
+
+#: What a rank can wait for.
+Pending = dist.Work | PendingMessages

@@ -9,7 +9,8 @@ DTensor it is an ordinary ``Shard(dim)``: optimizers, clipping and checkpoints s
     rank 1      [        |         |        ]
                      ▲ one all-gather
 
-Internally, a gathered slice has the sharded dimension first: ``(sharded, sliced)``.
+Backends whose own all-gather fills a copy of its output (gloo) gather a slice in place, by messages between
+ranks. Internally, a gathered slice has the sharded dimension first: ``(sharded, sliced)``.
 
 Slices are resharded after use (FULL_SHARD), and backward gathers them again; the last ``num_kept`` of them
 may stay gathered from forward to backward (SHARD_GRAD_OP), which uses and frees them first. Replicating a
@@ -20,17 +21,18 @@ all-reduce, and stores less.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypedDict
+from typing import Protocol, TypedDict
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
-from osdp.comm.collectives import exchange, scatter_sum
+from osdp.comm.collectives import exchange, scatter_sum, start_gather
+from osdp.comm.messages import Pending
 from osdp.plan.shard_math import padded_numel, shard_numel, slice_bounds
 from osdp.torch_private.dispatch_modes import unseen_by_checkpoints
-from osdp.torch_private.distributed import all_gather, reduce_scatter
+from osdp.torch_private.distributed import all_gather, backend_of, reduce_scatter
 
 #: The attribute of a weight that holds its compute parameter.
 LOCAL = "_osdp_local"
@@ -47,7 +49,7 @@ class Turns(Protocol):
     ) -> None:
         """Return when all ranks run the collectives of this backward."""
 
-    def wait(self, start: Callable[[], dist.Work | None]) -> None:
+    def wait(self, start: Callable[[], Pending | None]) -> None:
         """Start a collective and wait for it."""
 
     @property
@@ -178,7 +180,7 @@ class SlicedWeight:
         if self.turns is not None:
             self.turns.before_backward(self, needs_x=needs_x, needs_weight=needs_weight, kept=kept)
 
-    def wait(self, start: Callable[[], dist.Work | None]) -> None:
+    def wait(self, start: Callable[[], Pending | None]) -> None:
         """Start a collective and wait for it."""
         if self.turns is not None:
             self.turns.wait(start)
@@ -236,14 +238,17 @@ class SlicedWeight:
         piece = piece if self.sliced_dim == 1 else piece.t()
         if self.group is None:
             return _Gathering(piece.to(self.dtype), self, None)
-        width = piece.shape[1]
-        rows = shard_numel((self.sharded_size,), self.num_shards)
-        padded = piece.new_empty(rows, width, dtype=self.dtype)
+        shape = shard_numel((self.sharded_size,), self.num_shards), piece.shape[1]
+        whole = piece.new_empty(self.num_shards, *shape, dtype=self.dtype)
+        # gloo's own all-gather fills a second copy, which one of its threads may free late.
+        in_place = backend_of(self.group, piece.device) == "gloo"
+        padded = whole[self.group.rank()] if in_place else whole.new_empty(shape)
         padded[: piece.shape[0]].copy_(piece)
         padded[piece.shape[0] :].zero_()
-        whole = padded.new_empty(self.num_shards * rows, width)
-        work = all_gather(whole, padded, group=self.group, async_op=True)
-        return _Gathering(whole, self, work, padded)
+        if in_place:
+            return _Gathering(whole.flatten(0, 1), self, start_gather(whole, self.group))
+        work = all_gather(whole.flatten(0, 1), padded, group=self.group, async_op=True)
+        return _Gathering(whole.flatten(0, 1), self, work, padded)
 
     def put_gradient(
         self,
@@ -308,7 +313,11 @@ class _Gathering:
     """A slice whose all-gather is in flight."""
 
     def __init__(
-        self, whole: torch.Tensor, sliced: SlicedWeight, work: Any, source: torch.Tensor | None = None
+        self,
+        whole: torch.Tensor,
+        sliced: SlicedWeight,
+        work: Pending | None,
+        source: torch.Tensor | None = None,
     ) -> None:
         self._whole = whole
         self._sliced = sliced

@@ -1,10 +1,11 @@
 """Memory and time of operators that run in slices of a sharded weight (:mod:`osdp.nn.sliced_weight`).
 
-Memory of one slice, in forward: this rank's shard of it and the gathered slice. In backward: the same (where
-the input gets a gradient, which that of an embedding does not), then the slice's gradient, its padded copy in
-the dtype of the reduction, and the reduced shard. The last slices of forward may be kept gathered; backward
-uses them first and frees one after the other. The weight is stored sharded along the dimension that is not
-cut; a bias is replicated, its gradient in a bucket of its own.
+Memory of one slice, in forward: the gathered slice, and this rank's shard of it unless it is gathered in
+place (:class:`osdp.nn.sliced_weight.SlicedWeight`). In backward: the same (where the input gets a gradient,
+which that of an embedding does not), then the slice's gradient, its padded copy in the dtype of the
+reduction, and the reduced shard. The last slices of forward may be kept gathered; backward uses them first
+and frees one after the other. The weight is stored sharded along the dimension that is not cut; a bias is
+replicated, its gradient in a bucket of its own.
 """
 
 from collections.abc import Sequence
@@ -78,8 +79,8 @@ class SlicedCosts:
         base, longer = np.divmod(self.size[k], count)
         num_kept = units.num_kept
         kept = (num_kept * base + np.maximum(num_kept + longer - count, 0.0)) * self.column[k]
-        # Beside a slice that is being gathered: this rank's shard of it, and the backend's copy.
-        source = whole * (share + device.holds_copies)
+        # Beside a slice that is being gathered: this rank's shard of it, unless that is a part of it already.
+        source = whole * (0.0 if device.holds_copies else share)
         forward = np.maximum(whole + source, np.where(num_kept > 0, kept + source, 0.0))
         one = np.where(num_kept > 0, base * self.column[k], 0.0)
         regathered = np.where(self.in_backward[k] & (num_kept < count), whole + source, 0.0)

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from osdp.comm.groups import device_of, equalize_group_count
-from osdp.comm.messages import PendingMessages
+from osdp.comm.messages import Pending
 from osdp.torch_private.distributed import all_gather, store_of
 
 logger = logging.getLogger(__name__)
@@ -129,7 +129,7 @@ class Control:
 
     # Waiting
 
-    def run(self, start: Callable[[], dist.Work | None], what: str, *, of_model: bool = False) -> None:
+    def run(self, start: Callable[[], Pending | None], what: str, *, of_model: bool = False) -> None:
         """Start a collective and wait for it.
 
         Args:
@@ -151,7 +151,7 @@ class Control:
         elif work is not None:
             self._wait(work, what)
 
-    def wait(self, work: dist.Work | PendingMessages, what: str) -> None:
+    def wait(self, work: Pending, what: str) -> None:
         """Wait for a collective of the model; on an accelerator only the stream waits.
 
         Raises:
@@ -167,7 +167,7 @@ class Control:
         """Whether collectives of the model block the host."""
         return self._blocks
 
-    def _wait(self, work: dist.Work | PendingMessages, what: str) -> None:
+    def _wait(self, work: Pending, what: str) -> None:
         self.check()
         if self._finished(work, what):
             return
@@ -200,7 +200,7 @@ class Control:
             self.size,
         )
 
-    def _finished(self, work: dist.Work | PendingMessages, what: str) -> bool:
+    def _finished(self, work: Pending, what: str) -> bool:
         try:
             work.wait(_SLICE)
         except RuntimeError as error:

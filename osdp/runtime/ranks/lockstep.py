@@ -28,10 +28,9 @@ from functools import partial
 from itertools import pairwise
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from osdp.comm.messages import PendingMessages
+from osdp.comm.messages import Pending
 from osdp.runtime.ranks.backward_end import watch_end_of_backward
 from osdp.runtime.ranks.collective_order import (
     NOTHING,
@@ -236,7 +235,7 @@ class Lockstep:
             return
         self._reach(running, event)
 
-    def run(self, start: Callable[[], dist.Work | None], participant: int, code: int) -> None:
+    def run(self, start: Callable[[], Pending | None], participant: int, code: int) -> None:
         """Start a collective and wait for it."""
         if self._control is None:
             work = start()
@@ -247,7 +246,7 @@ class Lockstep:
         label = self._participants[participant].label(code)
         self._control.run(start, f"{label}{where}", of_model=True)
 
-    def wait(self, work: dist.Work | PendingMessages, what: str) -> None:
+    def wait(self, work: Pending, what: str) -> None:
         """Wait for another collective of the model, one that is not in the order."""
         if self._control is None:
             work.wait()

@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from osdp.comm.collectives import ReduceOp, TwoStepAllGather, scatter_sum
+from osdp.comm.messages import Pending
 from osdp.model.fqn import is_inside
 from osdp.nn.modules import kind_of, sliced_dim
 from osdp.nn.sliced_weight import SlicedWeight
@@ -47,7 +48,7 @@ class Order(Protocol):
     def before(self, participant: int, code: int) -> None:
         """Return when it is this collective's turn on all ranks."""
 
-    def run(self, start: Callable[[], dist.Work | None], participant: int, code: int) -> None:
+    def run(self, start: Callable[[], Pending | None], participant: int, code: int) -> None:
         """Start a collective and wait for it."""
 
     @property
@@ -144,7 +145,7 @@ class SliceCollectives:
             flags = _BACKWARD | _NEEDS_X * needs_x | _NEEDS_WEIGHT * needs_weight | _KEPT * kept
             self._order.before(self._index, self._dtype_code(sliced.dtype) | flags)
 
-    def wait(self, start: Callable[[], dist.Work | None]) -> None:
+    def wait(self, start: Callable[[], Pending | None]) -> None:
         """Start a collective and wait for it."""
         if self._order is None:
             work = start()

@@ -32,7 +32,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from osdp.comm.collectives import PartExchange
-from osdp.comm.messages import PendingMessages
+from osdp.comm.messages import Pending
 from osdp.runtime.sharding.gradients import AllReduceHook
 from osdp.runtime.sharding.replicated import ParameterSteppedInShards, ReplicatedParameter
 from osdp.torch_private.dtensor import wrap_like
@@ -53,9 +53,7 @@ class Reduction:
         wait: Waits for a collective that was started.
     """
 
-    def __init__(
-        self, group: dist.ProcessGroup, wait: Callable[[dist.Work | PendingMessages], object]
-    ) -> None:
+    def __init__(self, group: dist.ProcessGroup, wait: Callable[[Pending], object]) -> None:
         self.group = group
         self.wait = wait
         size = group.size()
