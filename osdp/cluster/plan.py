@@ -77,6 +77,9 @@ class Workload:
         update_bytes: Temporary bytes of the optimizer step: one 32-bit copy for Adam as it runs on GPUs by
             default (:data:`osdp.model.training.OPTIMIZERS`), none for a fused one.
         flash: Whether attention is FlashAttention, which does not store its scores.
+        sequence_parallel: Whether norms, dropouts and residuals are split over the tensor-parallel ranks
+            (Korthikanti et al., arXiv:2205.05198); each then sends its part alone to the next stage.
+        dropout: Whether layers have dropouts, whose masks are kept for backward.
         overlap: How well compute hides communication of weights and gradients, from 0 to 1: of ``c`` seconds
             of communication beside ``t`` of compute, ``overlap * min(c, t)`` are hidden.
         reserve: Bytes of each device used by the framework: context, communicators, fragmentation. A guess:
@@ -93,6 +96,8 @@ class Workload:
     state_bytes: int = 12
     update_bytes: int = 4
     flash: bool = True
+    sequence_parallel: bool = False
+    dropout: bool = True
     overlap: float = 0.0
     reserve: int = 2**30
 

@@ -104,7 +104,14 @@ def case_of(row: dict[str, str]) -> PublishedCase:
     layouts = tuple(_layouts(row, assumed))
     first = layouts[0]
     batch = first.samples * first.microbatches * first.degrees.dp
-    workload = Workload(shape=shape, global_batch=batch, flash=row["flash_attention"] != "0")
+    workload = Workload(
+        shape=shape,
+        global_batch=batch,
+        flash=row["flash_attention"] != "0",
+        sequence_parallel=row["sequence_parallel"] == "1",
+        # Models with gated blocks are trained without dropout: Llama's kind.
+        dropout=not shape.gated,
+    )
     seconds, derived_from = _seconds(row, shape, first, batch)
     memory = float(row["memory_gib"]) * 2**30 if row.get("memory_gib") else None
     return PublishedCase(

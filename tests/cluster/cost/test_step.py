@@ -99,6 +99,27 @@ def test_a_layer_does_and_keeps_what_is_published() -> None:
     assert work.sums == 0 and half.sums == 2
 
 
+def test_sequence_parallelism_splits_what_tensor_parallelism_leaves_whole() -> None:
+    gpt = shape(sequence=1024, hidden=1024, heads=16)
+    s, h, b = 1024, 1024, 2
+    # Korthikanti et al. (arXiv:2205.05198, table 2): s b h (34 + 5 a s / h) / t.
+    split = layer_work(gpt, Item.LAYER, b, 4, flash=False, sequence_parallel=True)
+    whole = layer_work(gpt, Item.LAYER, b, 4, flash=False)
+    assert split.kept_bytes == (34 * s * b * h + 5 * 16 * s * s * b) // 4
+    # A rank sends its part of the stream, and keeps that part where the layer is recomputed.
+    assert (split.output_bytes, split.input_bytes) == (2 * s * b * h // 4, 2 * s * b * h // 4)
+    assert (split.sums, split.summed_bytes) == (whole.sums, whole.summed_bytes)
+
+
+def test_masks_are_kept_where_there_is_dropout() -> None:
+    gpt = shape(sequence=1024, hidden=1024, heads=16)
+    s, h, b = 1024, 1024, 2
+    # Without its two masks of a byte; of each score the probability in 16 bits is left.
+    assert layer_work(gpt, Item.LAYER, b, 1, dropout=False).kept_bytes == 32 * s * b * h
+    scores = layer_work(gpt, Item.LAYER, b, 1, flash=False, dropout=False)
+    assert scores.score_bytes == 2 * 16 * s * s * b
+
+
 def plan_of(zero: int = 0, dp: int = 4, **changes: object) -> ClusterPlan:
     layout = replace(ParallelLayout(ParallelDims(1, dp, 1), 1, 4, zero=zero), **changes)  # type: ignore[arg-type]
     prices = ClusterPrices(ONE, workload(global_batch=16))
