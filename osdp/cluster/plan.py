@@ -79,6 +79,10 @@ class Workload:
         flash: Whether attention is FlashAttention, which does not store its scores.
         sequence_parallel: Whether norms, dropouts and residuals are split over the tensor-parallel ranks
             (Korthikanti et al., arXiv:2205.05198); each then sends its part alone to the next stage.
+        split_sends: Whether each tensor-parallel rank sends its part of a message to the next stage, whose
+            ranks gather the parts over their own links (Narayanan et al., SC 2021, section 4.1; Megatron-LM
+            does so). Otherwise each rank sends the whole. Not used with sequence parallelism, which has
+            parts alone.
         dropout: Whether layers have dropouts, whose masks are kept for backward.
         overlap: How well compute hides communication of weights and gradients, from 0 to 1: of ``c`` seconds
             of communication beside ``t`` of compute, ``overlap * min(c, t)`` are hidden.
@@ -97,6 +101,7 @@ class Workload:
     update_bytes: int = 4
     flash: bool = True
     sequence_parallel: bool = False
+    split_sends: bool = False
     dropout: bool = True
     overlap: float = 0.0
     reserve: int = 2**30

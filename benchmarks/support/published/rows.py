@@ -108,6 +108,7 @@ def case_of(row: dict[str, str]) -> PublishedCase:
         shape=shape,
         global_batch=batch,
         flash=row["flash_attention"] != "0",
+        split_sends=row["framework"].startswith(_FRAMEWORKS_OF_MEGATRON),
         sequence_parallel=row["sequence_parallel"] == "1",
         # Models with gated blocks are trained without dropout: Llama's kind.
         dropout=not shape.gated,

@@ -111,6 +111,24 @@ def test_sequence_parallelism_splits_what_tensor_parallelism_leaves_whole() -> N
     assert (split.sums, split.summed_bytes) == (whole.sums, whole.summed_bytes)
 
 
+def test_tensor_parallel_ranks_send_parts_where_the_framework_does() -> None:
+    layout = ParallelLayout(ParallelDims(4, 1, 4), 1, 4)
+    load = workload(global_batch=4)
+    slots, bounds = [StageSlot((1,))] * 4, (0, 2, 3, 4, 6)
+    link, inside = node_type(FAST).outside, node_type(FAST).inside
+    message = 2 * 256 * 512
+    # An output and its gradient in each of 4 microbatches; the four ranks share the node's link.
+    whole = price(ClusterPrices(FOUR, load), layout, bounds, slots).seconds
+    assert whole.sends == pytest.approx(4 * 2 * (link.latency + message / (link.bandwidth / 4)))
+    parts = price(ClusterPrices(FOUR, replace(load, split_sends=True)), layout, bounds, slots).seconds
+    gathered = 3 * inside.latency + 0.75 * message / inside.bandwidth
+    assert parts.sends == pytest.approx(4 * 2 * (link.latency + message / link.bandwidth + gathered))
+    # Sequence parallelism needs no gathering: the next stage works on parts.
+    split = replace(load, sequence_parallel=True, split_sends=True)
+    sends = price(ClusterPrices(FOUR, split), layout, bounds, slots).seconds.sends
+    assert sends == pytest.approx(4 * 2 * (link.latency + message / link.bandwidth))
+
+
 def test_masks_are_kept_where_there_is_dropout() -> None:
     gpt = shape(sequence=1024, hidden=1024, heads=16)
     s, h, b = 1024, 1024, 2
