@@ -10,6 +10,10 @@ from dataclasses import dataclass, replace
 from osdp import codec
 from osdp.codec import Savable
 
+#: Best matrix product of an A100-SXM over what is specified: 267.9 of 312 TFLOP/s (S. Bekman, ml-engineering,
+#: "Maximum Achievable Matmul FLOPS", 2024). Other GPUs are limited by their power to other shares.
+BEST_SHARE = 267.9 / 312
+
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
@@ -22,6 +26,8 @@ class Gpu:
         memory_bandwidth: Specified memory bandwidth in bytes per second.
         multiprocessors: Number of streaming multiprocessors; 0 if unknown.
         source: Source of the numbers.
+        best_share: Share of the specified FLOP/s that its best matrix product was measured at; by default
+            :data:`BEST_SHARE`, that of an A100.
     """
 
     name: str
@@ -30,9 +36,11 @@ class Gpu:
     memory_bandwidth: float
     multiprocessors: int = 0
     source: str = ""
+    best_share: float = BEST_SHARE
 
     def __post_init__(self) -> None:
-        wrong = [name for name in ("flops", "memory", "memory_bandwidth") if getattr(self, name) <= 0]
+        positive = ("flops", "memory", "memory_bandwidth", "best_share")
+        wrong = [name for name in positive if getattr(self, name) <= 0]
         if wrong:
             raise ValueError(f"GPU {self.name!r} needs a positive {', '.join(wrong)}, got {self}")
 
