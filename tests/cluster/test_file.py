@@ -168,6 +168,15 @@ def test_a_gpu_reaches_the_share_of_its_best_measured_product() -> None:
     rates = replace(PUBLISHED, call_seconds=0.0)
     seconds = layer_seconds(work, h100, rates).forward
     as_a100 = layer_seconds(work, replace(h100, best_share=BEST_SHARE), rates).forward
-    assert seconds / as_a100 == pytest.approx(BEST_SHARE / h100.best_share)
+    assert seconds / as_a100 == pytest.approx(BEST_SHARE / h100.best_share, rel=1e-4)
     with pytest.raises(ValueError, match="best_share"):
         replace(h100, best_share=0.0)
+
+
+def test_flash_attention_reaches_less_of_a_gpu_than_other_products() -> None:
+    h100 = make_gpu("H100", known_gpus()["H100"])
+    work = layer_work(replace(shape_of("gpt2"), sequence=2**17), Item.LAYER, 1, 1)
+    slow = layer_seconds(work, h100, PUBLISHED).attention
+    fast = layer_seconds(work, replace(h100, attention_share=0.7), PUBLISHED).attention
+    # Nothing but the products of scores counts, and they are not bound by memory.
+    assert slow / fast == pytest.approx(0.7 / 0.35)

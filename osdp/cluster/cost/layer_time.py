@@ -67,7 +67,8 @@ def _seconds(gemm: Gemm, gpu: Gpu, rates: Efficiencies) -> float:
     """Device seconds of one matrix product."""
     rows, columns, inner = gemm.rows, gemm.columns, gemm.inner
     # The rates are those of an A100; other GPUs sustain another part of what is specified.
-    share = gpu.best_share / BEST_SHARE * rates.matrix_share
+    reached = gpu.attention_share if gemm.fused else gpu.best_share
+    share = reached / BEST_SHARE * rates.matrix_share
     share *= 1.0 if is_aligned(rows, columns, inner) else rates.unaligned_share
     occupied = occupied_flops(rows, columns, inner, gemm.count, gpu.multiprocessors)
     return max(occupied / (gpu.flops * share), gemm.moved_bytes / (gpu.memory_bandwidth * rates.memory_share))
