@@ -23,6 +23,7 @@ figures; the first two errors are of the half that is set aside.
 import sys
 from collections import Counter
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate
 from statistics import median
 
@@ -40,7 +41,8 @@ from benchmarks.support.published.rows import (
 from osdp.cluster.cost.even_step import even_bounds, even_slot
 from osdp.cluster.cost.stage import ClusterPrices
 from osdp.cluster.cost.step import price
-from osdp.cluster.plan import ClusterPlan, ParallelLayout, RecomputeLayers
+from osdp.cluster.hardware import Cluster
+from osdp.cluster.plan import ClusterPlan, ParallelLayout, RecomputeLayers, Workload
 from osdp.cluster.search.layouts import best_layouts
 from osdp.cluster.search.space import LayoutSpace
 from osdp.plan.shard_math import part_sizes
@@ -103,9 +105,16 @@ def predict(case: PublishedCase, ran: bool, *, search: bool) -> Predicted:
     plan = min(fitting, key=lambda plan: plan.step_seconds) if fitting else min(plans, key=_excess)
     over_ours = None
     if search and ran:
-        found = best_layouts(prices, SPACE).plans
-        over_ours = plan.step_seconds / found[0].step_seconds if found else None
+        ours = seconds_of_ours(case.cluster, case.workload)
+        over_ours = None if ours is None else plan.step_seconds / ours
     return Predicted(case, plan, ran, over_ours)
+
+
+@cache
+def seconds_of_ours(cluster: Cluster, workload: Workload) -> float | None:
+    """Predicted seconds of the planner's own choice; ``None`` if nothing fits."""
+    found = best_layouts(ClusterPrices(cluster, workload), SPACE).plans
+    return found[0].step_seconds if found else None
 
 
 def _excess(plan: ClusterPlan) -> int:

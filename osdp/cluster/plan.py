@@ -84,6 +84,8 @@ class Workload:
             does so). Otherwise each rank sends the whole. Not used with sequence parallelism, which has
             parts alone.
         dropout: Whether layers have dropouts, whose masks are kept for backward.
+        fused_gate: Whether the activation function of gated feed-forward blocks and their product are one
+            kernel, which keeps its input alone; otherwise the activation's output is kept as well.
         overlap: How well compute hides communication of weights and gradients, from 0 to 1: of ``c`` seconds
             of communication beside ``t`` of compute, ``overlap * min(c, t)`` are hidden.
         reserve: Bytes of each device used by the framework: context, communicators, fragmentation. A guess:
@@ -103,6 +105,7 @@ class Workload:
     sequence_parallel: bool = False
     split_sends: bool = False
     dropout: bool = True
+    fused_gate: bool = False
     overlap: float = 0.0
     reserve: int = 2**30
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from osdp.cluster.file import known_gpus, node_of
 from osdp.cluster.hardware import Cluster, NodeGroup
 from osdp.cluster.plan import ParallelLayout, RecomputeLayers, Workload
+from osdp.cluster.targets import Target, as_trained_by
 from osdp.cluster.transformer import Item, TransformerShape
 from osdp.plan.dims import ParallelDims
 from osdp.plan.schedules import ONE_STAGE
@@ -108,16 +109,25 @@ def case_of(row: dict[str, str]) -> PublishedCase:
         shape=shape,
         global_batch=batch,
         flash=row["flash_attention"] != "0",
-        split_sends=row["framework"].startswith(_FRAMEWORKS_OF_MEGATRON),
         sequence_parallel=row["sequence_parallel"] == "1",
         # Models with gated blocks are trained without dropout: Llama's kind.
         dropout=not shape.gated,
     )
+    workload = as_trained_by(workload, _target(row))
     seconds, derived_from = _seconds(row, shape, first, batch)
     memory = float(row["memory_gib"]) * 2**30 if row.get("memory_gib") else None
     return PublishedCase(
         row["name"], cluster, workload, layouts, seconds, derived_from, memory, tuple(assumed)
     )
+
+
+def _target(row: dict[str, str]) -> Target:
+    name, bf16 = row["framework"], row["precision"] == "bf16"
+    if "DeepSpeed" in name or "ZeRO" in name:
+        return Target.DEEPSPEED_BF16 if bf16 else Target.DEEPSPEED_FP16
+    if name.startswith(_FRAMEWORKS_OF_MEGATRON) or name == "InternLM":
+        return Target.MEGATRON_BF16 if bf16 else Target.MEGATRON_FP16
+    return Target.FSDP
 
 
 def _check(row: dict[str, str]) -> None:

@@ -104,6 +104,7 @@ def layer_work(
     width: int = HALF,
     sequence_parallel: bool = False,
     dropout: bool = True,
+    fused_gate: bool = False,
 ) -> LayerWork:
     """Work of one item on one token slice of a microbatch.
 
@@ -120,6 +121,7 @@ def layer_work(
         width: Bytes of an activation or a weight in the compute dtype.
         sequence_parallel: Whether the residual stream is split over the tensor-parallel ranks.
         dropout: Whether layers have dropouts, whose masks are kept.
+        fused_gate: Whether a gated block keeps its two projections and their product alone.
     """
     parts = tp if sequence_parallel else 1
     tokens = samples * shape.sequence // slices
@@ -129,7 +131,7 @@ def layer_work(
         case Item.HEAD:
             return _head(shape, tokens, tp, width, parts)
         case Item.LAYER | Item.CROSS_LAYER:
-            return _layer(shape, item, samples, tp, flash, slices, width, parts, dropout)
+            return _layer(shape, item, samples, tp, flash, slices, width, parts, dropout, fused_gate)
 
 
 def _embedding(
@@ -167,6 +169,7 @@ def _layer(
     width: int,
     parts: int,
     dropout: bool,
+    fused_gate: bool,
 ) -> LayerWork:
     """Work of a layer with one attention, or two in a cross-attention layer.
 
@@ -202,7 +205,7 @@ def _layer(
     # 3. Bytes saved for backward. Split over tp ranks: queries, keys, values, attention's output and the
     # tensors inside the feed-forward block.
     attention_kept = wide * (2 * queries + 2 * keys)
-    feed_kept = wide * inner * (ups + 1 + int(shape.gated))
+    feed_kept = wide * inner * (ups + 1 + int(shape.gated and not fused_gate))
     # Per score: its probability, and with dropout that after it and a mask of one byte.
     of_score = 2 * width + 1 if dropout else width
     score_bytes = 0 if flash else samples * heads * length * s * of_score * attentions

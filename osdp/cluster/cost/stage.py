@@ -184,6 +184,7 @@ class ClusterPrices:
             width=load.weight_bytes,
             sequence_parallel=load.sequence_parallel,
             dropout=load.dropout,
+            fused_gate=load.fused_gate,
         )
 
     def hardware(self, layout: ParallelLayout, slot: StageSlot) -> SlotHardware:

@@ -129,6 +129,12 @@ def test_tensor_parallel_ranks_send_parts_where_the_framework_does() -> None:
     assert sends == pytest.approx(4 * 2 * (link.latency + message / link.bandwidth))
 
 
+def test_a_fused_gate_keeps_two_projections_and_their_product() -> None:
+    llama = replace(shape(sequence=1024, hidden=1024, heads=16), gated=True, feed_forward=3072)
+    plain, fused = (layer_work(llama, Item.LAYER, 2, 4, fused_gate=gate) for gate in (False, True))
+    assert plain.kept_bytes - fused.kept_bytes == 2 * (2 * 1024) * 3072 // 4
+
+
 def test_masks_are_kept_where_there_is_dropout() -> None:
     gpt = shape(sequence=1024, hidden=1024, heads=16)
     s, h, b = 1024, 1024, 2
