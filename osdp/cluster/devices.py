@@ -10,7 +10,7 @@ import re
 from osdp.cluster.cost.links import Ring
 from osdp.cluster.cost.rates import PUBLISHED
 from osdp.cluster.file import known_gpus, node_of
-from osdp.cluster.hardware import Cluster, NetworkLink, NodeGroup
+from osdp.cluster.hardware import BEST_SHARE, Cluster, NetworkLink, NodeGroup
 from osdp.hardware.device_info import DeviceInfo, Link
 from osdp.text import parse_bytes
 
@@ -79,7 +79,7 @@ def device_info_of(cluster: Cluster, memory_limit: str | int | None = None) -> D
         # Where compute beside them lasts long enough, collectives of NCCL are hidden.
         overlap=1.0,
         copy_bandwidth=gpu.memory_bandwidth * PUBLISHED.memory_share / 2,
-        flops=gpu.flops * PUBLISHED.matrix_share,
+        flops=gpu.flops * gpu.best_share / BEST_SHARE * PUBLISHED.matrix_share,
         memory_bandwidth=gpu.memory_bandwidth * PUBLISHED.memory_share,
     )
 

@@ -14,6 +14,8 @@
         network_latency: 1.4e-5   # optional: the same between nodes
         price: {per_hour: 10.5, date: 2026-01-31, source: our contract}   # optional: to plan by cost
     gpus:                    # optional: kinds that are not in the data file, or that replace one there
+      # optional: best_tflops, that of its best measured matrix product, and attention_share, the part of
+      # tflops that FlashAttention reaches
       Mine: {tflops: 100, memory: 24 GiB, memory_bandwidth: 600 GB/s, link: 32 GB/s}
 """
 
@@ -28,7 +30,16 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from osdp.cluster.hardware import Cluster, Gpu, NetworkLink, NodeGroup, NodeType, Price
+from osdp.cluster.hardware import (
+    ATTENTION_SHARE,
+    BEST_SHARE,
+    Cluster,
+    Gpu,
+    NetworkLink,
+    NodeGroup,
+    NodeType,
+    Price,
+)
 from osdp.codec import DEEPEST, parse_json, quote, read_text
 from osdp.text import parse_bytes, parse_rate
 
@@ -62,6 +73,8 @@ _NODE_FIELDS = (
 )
 _GPU_FIELDS = (
     "tflops",
+    "best_tflops",
+    "attention_share",
     "memory",
     "memory_bandwidth",
     "multiprocessors",
@@ -228,6 +241,8 @@ def _group(node: _Place, gpus: Mapping[str, _Place]) -> NodeGroup:
             gpu.memory_bandwidth,
             gpu.multiprocessors,
             gpu.source,
+            gpu.best_share,
+            gpu.attention_share,
         )
     devices = int(node.at("devices").number(whole=True))
     if "link" in fields:
@@ -257,13 +272,18 @@ def _group(node: _Place, gpus: Mapping[str, _Place]) -> NodeGroup:
 
 def _gpu(name: str, spec: _Place) -> Gpu:
     fields = spec.fields(_GPU_FIELDS, ("tflops", "memory", "memory_bandwidth"))
+    tflops = spec.at("tflops").number()
     return Gpu(
         name=name,
-        flops=spec.at("tflops").number() * 1e12,
+        flops=tflops * 1e12,
         memory=spec.at("memory").size(),
         memory_bandwidth=spec.at("memory_bandwidth").rate(),
         multiprocessors=int(fields.get("multiprocessors", 0)),
         source=str(fields.get("source", "")),
+        best_share=spec.at("best_tflops").number() / tflops if "best_tflops" in fields else BEST_SHARE,
+        attention_share=(
+            spec.at("attention_share").number() if "attention_share" in fields else ATTENTION_SHARE
+        ),
     )
 
 

@@ -10,6 +10,14 @@ from dataclasses import dataclass, replace
 from osdp import codec
 from osdp.codec import Savable
 
+#: FlashAttention-2 over what is specified of an A100: 0.5 to 0.73 by its length and head size (Dao,
+#: arXiv:2307.08691, abstract).
+ATTENTION_SHARE = 0.62
+
+#: Best matrix product of an A100-SXM over what is specified: 267.9 of 312 TFLOP/s (S. Bekman, ml-engineering,
+#: "Maximum Achievable Matmul FLOPS", 2024). Other GPUs are limited by their power to other shares.
+BEST_SHARE = 267.9 / 312
+
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
@@ -22,6 +30,9 @@ class Gpu:
         memory_bandwidth: Specified memory bandwidth in bytes per second.
         multiprocessors: Number of streaming multiprocessors; 0 if unknown.
         source: Source of the numbers.
+        best_share: Share of the specified FLOP/s that its best matrix product was measured at; by default
+            :data:`BEST_SHARE`, that of an A100.
+        attention_share: The same of FlashAttention; by default :data:`ATTENTION_SHARE`.
     """
 
     name: str
@@ -30,9 +41,12 @@ class Gpu:
     memory_bandwidth: float
     multiprocessors: int = 0
     source: str = ""
+    best_share: float = BEST_SHARE
+    attention_share: float = ATTENTION_SHARE
 
     def __post_init__(self) -> None:
-        wrong = [name for name in ("flops", "memory", "memory_bandwidth") if getattr(self, name) <= 0]
+        positive = ("flops", "memory", "memory_bandwidth", "best_share", "attention_share")
+        wrong = [name for name in positive if getattr(self, name) <= 0]
         if wrong:
             raise ValueError(f"GPU {self.name!r} needs a positive {', '.join(wrong)}, got {self}")
 

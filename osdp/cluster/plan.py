@@ -77,6 +77,15 @@ class Workload:
         update_bytes: Temporary bytes of the optimizer step: one 32-bit copy for Adam as it runs on GPUs by
             default (:data:`osdp.model.training.OPTIMIZERS`), none for a fused one.
         flash: Whether attention is FlashAttention, which does not store its scores.
+        sequence_parallel: Whether norms, dropouts and residuals are split over the tensor-parallel ranks
+            (Korthikanti et al., arXiv:2205.05198); each then sends its part alone to the next stage.
+        split_sends: Whether each tensor-parallel rank sends its part of a message to the next stage, whose
+            ranks gather the parts over their own links (Narayanan et al., SC 2021, section 4.1; Megatron-LM
+            does so). Otherwise each rank sends the whole. Not used with sequence parallelism, which has
+            parts alone.
+        dropout: Whether layers have dropouts, whose masks are kept for backward.
+        fused_gate: Whether the activation function of gated feed-forward blocks and their product are one
+            kernel, which keeps its input alone; otherwise the activation's output is kept as well.
         overlap: How well compute hides communication of weights and gradients, from 0 to 1: of ``c`` seconds
             of communication beside ``t`` of compute, ``overlap * min(c, t)`` are hidden.
         reserve: Bytes of each device used by the framework: context, communicators, fragmentation. A guess:
@@ -93,6 +102,10 @@ class Workload:
     state_bytes: int = 12
     update_bytes: int = 4
     flash: bool = True
+    sequence_parallel: bool = False
+    split_sends: bool = False
+    dropout: bool = True
+    fused_gate: bool = False
     overlap: float = 0.0
     reserve: int = 2**30
 

@@ -1,15 +1,19 @@
 """Cluster files are read, and what is wrong with them is said with its line and field."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import networkx as nx
 import pytest
 
+from osdp.cluster.cost.layer_time import layer_seconds
+from osdp.cluster.cost.layer_work import layer_work
+from osdp.cluster.cost.rates import PUBLISHED
 from osdp.cluster.export.topology import topology
 from osdp.cluster.file import known_gpus, load_cluster, make_gpu, node_of
-from osdp.cluster.hardware import Cluster
+from osdp.cluster.hardware import BEST_SHARE, Cluster
 from osdp.cluster.known_transformers import SHAPES, shape_from_config, shape_of
-from osdp.cluster.transformer import TransformerShape
+from osdp.cluster.transformer import Item, TransformerShape
 
 GOOD = """\
 nodes:
@@ -152,3 +156,27 @@ def test_a_gpu_may_be_told_with_its_memory(told: str, known: str) -> None:
     assert node_of(fields, "--devices") == node_of(fields | {"gpu": known}, "--devices")
     with pytest.raises(ValueError, match="unknown GPU 'A100-64GB'"):
         node_of(fields | {"gpu": "A100-64GB"}, "--devices")
+
+
+def test_a_gpu_reaches_the_share_of_its_best_measured_product() -> None:
+    work = layer_work(shape_of("gpt2"), Item.LAYER, 4, 1, flash=False)
+    known = {name: make_gpu(name, known_gpus()[name]) for name in ("A100", "H100", "T4")}
+    assert known["H100"].best_share == pytest.approx(792.1 / 989)
+    # Where nothing is measured, an A100's share is taken.
+    assert known["T4"].best_share == known["A100"].best_share == pytest.approx(267.9 / 312)
+    h100 = replace(known["H100"], memory_bandwidth=1e18, multiprocessors=0)
+    rates = replace(PUBLISHED, call_seconds=0.0)
+    seconds = layer_seconds(work, h100, rates).forward
+    as_a100 = layer_seconds(work, replace(h100, best_share=BEST_SHARE), rates).forward
+    assert seconds / as_a100 == pytest.approx(BEST_SHARE / h100.best_share, rel=1e-4)
+    with pytest.raises(ValueError, match="best_share"):
+        replace(h100, best_share=0.0)
+
+
+def test_flash_attention_reaches_less_of_a_gpu_than_other_products() -> None:
+    h100 = make_gpu("H100", known_gpus()["H100"])
+    work = layer_work(replace(shape_of("gpt2"), sequence=2**17), Item.LAYER, 1, 1)
+    slow = layer_seconds(work, h100, PUBLISHED).attention
+    fast = layer_seconds(work, replace(h100, attention_share=0.7), PUBLISHED).attention
+    # Nothing but the products of scores counts, and they are not bound by memory.
+    assert slow / fast == pytest.approx(0.7 / 0.35)

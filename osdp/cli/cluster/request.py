@@ -17,6 +17,7 @@ from osdp.cluster.hardware import Cluster
 from osdp.cluster.layer_profile import LayerProfile
 from osdp.cluster.plan import CLUSTER_SCHEDULES, MIXED, RecomputeLayers, Workload
 from osdp.cluster.search.space import LayoutSpace
+from osdp.cluster.targets import Target, as_trained_by
 from osdp.model.description import DTYPE_BYTES
 from osdp.plan.schedules import SCHEDULE_KINDS
 from osdp.text import parse_bytes
@@ -64,6 +65,13 @@ class ClusterRequest:
             help="whether FlashAttention is used; by default as calibrated, otherwise yes",
         ),
     ] = None
+    target: Annotated[
+        Target | None,
+        Option(
+            help="framework that is to train the plan, for what it keeps per parameter; by default 16-bit "
+            "gradients and 12 bytes of states"
+        ),
+    ] = None
     overlap: Annotated[
         float, Option(help="fraction of the collectives that overlaps with compute, 0 to 1")
     ] = 0.0
@@ -102,6 +110,8 @@ class ClusterRequest:
             overlap=self.overlap,
             reserve=parse_bytes(self.reserve),
         )
+        if self.target is not None:
+            workload = as_trained_by(workload, self.target)
         cluster = load_cluster(self.cluster)
         profiles = [LayerProfile.load(path) for path in self.layer_times]
         _require_measured(profiles, workload, cluster, changed_fields(self.model, self.fields))

@@ -105,7 +105,8 @@ def _prices(
         positions=step.sequence,
     )
     cluster = Cluster((NodeGroup(node, num_nodes(step, node)),))
-    workload = Workload(shape=shape, global_batch=step.global_batch, flash=setting.flash)
+    # Measured steps are those of Megatron-LM's kind of program.
+    workload = Workload(shape=shape, global_batch=step.global_batch, flash=setting.flash, split_sends=True)
     return ClusterPrices(cluster, workload, rates)
 
 

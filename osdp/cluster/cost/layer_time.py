@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from osdp.cluster.cost.layer_work import Gemm, LayerWork
 from osdp.cluster.cost.rates import Efficiencies, is_aligned, occupied_flops
-from osdp.cluster.hardware import Gpu
+from osdp.cluster.hardware import BEST_SHARE, Gpu
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +66,9 @@ def layer_seconds(work: LayerWork, gpu: Gpu, rates: Efficiencies) -> LayerSecond
 def _seconds(gemm: Gemm, gpu: Gpu, rates: Efficiencies) -> float:
     """Device seconds of one matrix product."""
     rows, columns, inner = gemm.rows, gemm.columns, gemm.inner
-    share = rates.matrix_share * (1.0 if is_aligned(rows, columns, inner) else rates.unaligned_share)
+    # The rates are those of an A100; other GPUs sustain another part of what is specified.
+    reached = gpu.attention_share if gemm.fused else gpu.best_share
+    share = reached / BEST_SHARE * rates.matrix_share
+    share *= 1.0 if is_aligned(rows, columns, inner) else rates.unaligned_share
     occupied = occupied_flops(rows, columns, inner, gemm.count, gpu.multiprocessors)
     return max(occupied / (gpu.flops * share), gemm.moved_bytes / (gpu.memory_bandwidth * rates.memory_share))

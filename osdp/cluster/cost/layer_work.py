@@ -4,7 +4,9 @@ Tensor parallelism is that of Shoeybi et al., "Megatron-LM" (arXiv:1909.08053, s
 all-reduces its output once for attention and once for the feed-forward block, in forward and in backward.
 Bytes saved for backward follow Korthikanti et al. (arXiv:2205.05198, section 4.1): the terms of their
 ``s b h (10 + 24 / t + 5 a s / (h t))`` are separated here, to support feed-forward widths other than ``4 h``
-and attention that never writes its scores (Dao et al., arXiv:2205.14135).
+and attention that never writes its scores (Dao et al., arXiv:2205.14135). With sequence parallelism (their
+section 4.2.2) norms, dropouts and residuals are split over the tensor-parallel ranks as well, and the 10 is
+``10 / t``. Its all-gathers and reduce-scatters move the bytes of the all-reduces that they replace.
 """
 
 from dataclasses import dataclass
@@ -100,6 +102,9 @@ def layer_work(
     flash: bool = True,
     slices: int = 1,
     width: int = HALF,
+    sequence_parallel: bool = False,
+    dropout: bool = True,
+    fused_gate: bool = False,
 ) -> LayerWork:
     """Work of one item on one token slice of a microbatch.
 
@@ -114,18 +119,24 @@ def layer_work(
         flash: Whether attention is FlashAttention, which does not store its scores.
         slices: Number of equal token slices per sequence.
         width: Bytes of an activation or a weight in the compute dtype.
+        sequence_parallel: Whether the residual stream is split over the tensor-parallel ranks.
+        dropout: Whether layers have dropouts, whose masks are kept.
+        fused_gate: Whether a gated block keeps its two projections and their product alone.
     """
+    parts = tp if sequence_parallel else 1
     tokens = samples * shape.sequence // slices
     match item:
         case Item.EMBEDDING | Item.TARGET_EMBEDDING:
-            return _embedding(shape, item, tokens, tp, width)
+            return _embedding(shape, item, tokens, tp, width, parts)
         case Item.HEAD:
-            return _head(shape, tokens, tp, width)
+            return _head(shape, tokens, tp, width, parts)
         case Item.LAYER | Item.CROSS_LAYER:
-            return _layer(shape, item, samples, tp, flash, slices, width)
+            return _layer(shape, item, samples, tp, flash, slices, width, parts, dropout, fused_gate)
 
 
-def _embedding(shape: TransformerShape, item: Item, tokens: int, tp: int, width: int) -> LayerWork:
+def _embedding(
+    shape: TransformerShape, item: Item, tokens: int, tp: int, width: int, parts: int
+) -> LayerWork:
     """Work of an embedding whose vocabulary is split over the tensor-parallel ranks."""
     stream = tokens * shape.hidden * width
     indices = 8 * tokens  # int64
@@ -144,14 +155,26 @@ def _embedding(shape: TransformerShape, item: Item, tokens: int, tp: int, width:
         input_bytes=indices,
         working_bytes=stream,
         # The encoder's output is passed on together with the decoder's own stream.
-        output_bytes=stream * (2 if item is Item.TARGET_EMBEDDING else 1),
+        output_bytes=stream // parts * (2 if item is Item.TARGET_EMBEDDING else 1),
     )
 
 
 def _layer(
-    shape: TransformerShape, item: Item, samples: int, tp: int, flash: bool, slices: int, width: int
+    shape: TransformerShape,
+    item: Item,
+    samples: int,
+    tp: int,
+    flash: bool,
+    slices: int,
+    width: int,
+    parts: int,
+    dropout: bool,
+    fused_gate: bool,
 ) -> LayerWork:
-    """Work of a layer with one attention, or two in a cross-attention layer."""
+    """Work of a layer with one attention, or two in a cross-attention layer.
+
+    Norms, dropouts and residuals are split into ``parts``.
+    """
     # 1. Sizes on one rank: ``stream`` is (tokens, hidden); heads and inner features are split over tp ranks.
     attentions = 2 if item is Item.CROSS_LAYER else 1
     s, length = shape.sequence, shape.sequence // slices
@@ -182,19 +205,20 @@ def _layer(
     # 3. Bytes saved for backward. Split over tp ranks: queries, keys, values, attention's output and the
     # tensors inside the feed-forward block.
     attention_kept = wide * (2 * queries + 2 * keys)
-    feed_kept = wide * inner * (ups + 1 + int(shape.gated))
-    # Per score: its probability before and after dropout, and a mask of one byte.
-    score_bytes = 0 if flash else samples * heads * length * s * (2 * width + 1) * attentions
-    # Whole on each rank, per block: the inputs of its norm and of its products, and a one-byte dropout mask.
-    masks = tokens * shape.hidden
-    stream_kept = (attentions + 1) * (2 * stream + masks)
+    feed_kept = wide * inner * (ups + 1 + int(shape.gated and not fused_gate))
+    # Per score: its probability, and with dropout that after it and a mask of one byte.
+    of_score = 2 * width + 1 if dropout else width
+    score_bytes = 0 if flash else samples * heads * length * s * of_score * attentions
+    # Of the stream, per block: the inputs of its norm and of its products, and a one-byte dropout mask.
+    masks = tokens * shape.hidden * int(dropout)
+    stream_kept = (attentions + 1) * (2 * stream + masks) // parts
     kept = stream_kept + attention_kept * attentions + feed_kept + score_bytes
     # 4. Memory traffic of the other operators. Forward: norms, residuals with dropout, and copies of queries,
     # keys, values and attention's output.
-    moved = (attentions + 1) * (5 * stream + masks)
+    moved = (attentions + 1) * (5 * stream + masks) // parts
     moved += attentions * wide * (2 * (queries + 2 * keys) + 2 * queries)
     # Backward: the same, plus sums of bias gradients and of both branches of each residual.
-    back = (attentions + 1) * (9 * stream + masks)
+    back = (attentions + 1) * (9 * stream + masks) // parts
     back += attentions * wide * (3 * (queries + 2 * keys) + 2 * queries)
     # The activation function, then softmax and dropout of the scores.
     moved += wide * inner * (ups + 1)
@@ -209,7 +233,7 @@ def _layer(
     # Each weight's gradient is accumulated into that of the earlier microbatches.
     back += 3 * sum(gemm.columns * gemm.inner for gemm in gemms if gemm.count == 1) * width
     kernels = 9 * attentions + 7 + (2 * int(not flash) + 4 * int(not fused)) * attentions
-    input_bytes = stream * (2 if item is Item.CROSS_LAYER else 1)
+    input_bytes = stream // parts * (2 if item is Item.CROSS_LAYER else 1)
     return LayerWork(
         gemms=gemms,
         attention=scores,
@@ -232,7 +256,7 @@ def _softmax_is_fused(matrices: int, sequence: int) -> bool:
     return 16 < sequence <= 2048 and sequence % 4 == 0 and matrices % 4 == 0
 
 
-def _head(shape: TransformerShape, tokens: int, tp: int, width: int) -> LayerWork:
+def _head(shape: TransformerShape, tokens: int, tp: int, width: int, parts: int) -> LayerWork:
     """Work of the logits and the loss, with the vocabulary split over the tensor-parallel ranks."""
     stream = tokens * shape.hidden * width
     vocabulary = -(-shape.vocabulary // tp)
@@ -247,9 +271,9 @@ def _head(shape: TransformerShape, tokens: int, tp: int, width: int) -> LayerWor
         # The stream's gradient is all-reduced; the forward exchanges a few numbers per token only.
         sums=int(tp > 1),
         summed_bytes=stream,
-        kept_bytes=2 * stream + logits * (width + SINGLE),
+        kept_bytes=2 * stream // parts + logits * (width + SINGLE),
         score_bytes=0,
-        input_bytes=stream,
+        input_bytes=stream // parts,
         working_bytes=logits * SINGLE,
         output_bytes=0,
     )

@@ -35,7 +35,8 @@ class Efficiencies:
     """Coefficients of the time model of a step.
 
     Attributes:
-        matrix_share: Share of a device's specified FLOP/s reached by matrix products that fill it.
+        matrix_share: Share of the specified FLOP/s of an A100 reached by matrix products that fill it; other
+            devices by the ratio of their :attr:`osdp.cluster.hardware.Gpu.best_share`.
         unaligned_share: Share of that reached by products whose rows do not allow the widest loads.
         memory_share: Share of the specified memory bandwidth reached by everything else.
         call_seconds: Host seconds per operator call of a forward; its backward takes as long again.

@@ -175,7 +175,16 @@ class ClusterPrices:
         if case.sequence != shape.sequence:
             shape = replace(shape, sequence=case.sequence)
         return layer_work(
-            shape, case.item, case.samples, case.tp, flash=load.flash, slices=slices, width=load.weight_bytes
+            shape,
+            case.item,
+            case.samples,
+            case.tp,
+            flash=load.flash,
+            slices=slices,
+            width=load.weight_bytes,
+            sequence_parallel=load.sequence_parallel,
+            dropout=load.dropout,
+            fused_gate=load.fused_gate,
         )
 
     def hardware(self, layout: ParallelLayout, slot: StageSlot) -> SlotHardware:

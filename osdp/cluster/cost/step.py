@@ -12,7 +12,7 @@ from itertools import pairwise
 from osdp.cluster.cost.links import Ring, SlotHardware
 from osdp.cluster.cost.stage import ClusterPrices
 from osdp.cluster.cost.stage_table import StagePricer
-from osdp.cluster.plan import ClusterPlan, ParallelLayout, StageSlot, StepSeconds
+from osdp.cluster.plan import ClusterPlan, ParallelLayout, StageSlot, StepSeconds, Workload
 from osdp.cluster.transformer import Item
 
 #: Relative rounding of sums that are added up in different orders.
@@ -77,17 +77,27 @@ def step_formula(
 
 
 def border_seconds(
-    layout: ParallelLayout, before: SlotHardware, after: SlotHardware, nbytes: float, *, same_node: bool
+    load: Workload,
+    layout: ParallelLayout,
+    before: SlotHardware,
+    after: SlotHardware,
+    nbytes: float,
+    *,
+    same_node: bool,
 ) -> float:
     """Seconds of the transfers between two stages for one microbatch: an output and its gradient.
 
-    Each token slice is sent separately, in messages of ``nbytes``.
+    Each token slice is sent separately. ``nbytes`` are those that a rank needs of it; where tensor-parallel
+    ranks send parts, the receiving ones gather them.
     """
+    split = load.split_sends and not load.sequence_parallel and layout.degrees.tp > 1
+    sent = nbytes / layout.degrees.tp if split else nbytes
+    gathered = max(side.tensor.scatter_seconds(nbytes) for side in (before, after)) if split else 0.0
     # Between nodes the slower of the sender's and the receiver's link counts.
     links = (after.within,) if same_node else (before.between, after.between)
     # Forward and backward. An interleaved rank sends for each of its stages.
     messages = 2 * layout.schedule_kind.stages_per_rank * layout.token_slices
-    return messages * max(link.seconds(nbytes) for link in links)
+    return messages * (max(link.seconds(sent) for link in links) + gathered)
 
 
 def embedding_seconds(
@@ -122,7 +132,9 @@ def wrap_seconds(
     # Of v stages on a rank, all but the very first of the model receive from the last rank.
     receiving = (per_rank - 1) / per_rank
     return receiving * max(
-        border_seconds(layout, hardware, hardware, nbytes, same_node=slot.shares >= layout.degrees.pp)
+        border_seconds(
+            prices.workload, layout, hardware, hardware, nbytes, same_node=slot.shares >= layout.degrees.pp
+        )
         for slot, hardware in hardware_by_slot.items()
     )
 
@@ -148,7 +160,7 @@ def transfer_seconds(
     for rank in range(1, layout.degrees.pp):
         before, here = hardware_by_slot[slots[rank - 1]], hardware_by_slot[slots[rank]]
         same_node = shares_node(slots, rank)
-        seconds.append(border_seconds(layout, before, here, sent[rank], same_node=same_node))
+        seconds.append(border_seconds(prices.workload, layout, before, here, sent[rank], same_node=same_node))
     return seconds
 
 

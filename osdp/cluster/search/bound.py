@@ -100,11 +100,13 @@ def _places(prices: ClusterPrices, layout: ParallelLayout, cells: SlotGroups) ->
     for slot, count, stages in zip(cells.slots, cells.counts, cells.stages, strict=True):
         hardware = hardware_by_slot[slot]
         borders = [
-            border_seconds(layout, other, hardware, crossing, same_node=False)
+            border_seconds(prices.workload, layout, other, hardware, crossing, same_node=False)
             for other in hardware_by_slot.values()
         ]
         if stages > 1:
-            borders.append(border_seconds(layout, hardware, hardware, crossing, same_node=True))
+            borders.append(
+                border_seconds(prices.workload, layout, hardware, hardware, crossing, same_node=True)
+            )
         priced = tuple(prices.item_prices(uniform, slot) for uniform in layouts)
         places.append(_Place(hardware, layouts, priced, count * stages, min(borders), wrap))
     return places

@@ -187,7 +187,9 @@ def _cell_kind(
     def borders(before: StagePricer, *, same_node: bool) -> Floats:
         return np.array(
             [
-                border_seconds(layout, before.hardware, own.hardware, nbytes, same_node=same_node)
+                border_seconds(
+                    prices.workload, layout, before.hardware, own.hardware, nbytes, same_node=same_node
+                )
                 if nbytes
                 else 0.0
                 for nbytes in border.tolist()

@@ -5,12 +5,14 @@ import json
 import os
 import re
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from osdp.cluster import runnable as cluster_run
+from osdp.cluster.known_transformers import shape_of
 from osdp.cluster.plan import ClusterPlan
 from osdp.errors import InfeasibleError
 from osdp.plan.plan import Plan
@@ -130,6 +132,19 @@ def test_an_estimate_prices_one_layout(words: list[str], capsys: pytest.CaptureF
     run("cluster", "estimate", *words, *degrees, "--reserve", "22GiB", "--set", "layers=48", "--seq", "1024")
     assert "it does not fit: " in capsys.readouterr().out
     assert best != uneven
+
+
+def test_memory_is_what_the_target_keeps(words: list[str], tmp_path: Path) -> None:
+    degrees = ["--tp", "1", "--pp", "1", "--dp", "4", "--micro-batch", "2"]
+    degrees += ["--zero", "0", "--recomputation", "none"]
+    found = []
+    for target in ([], ["--target", "megatron-bf16"]):
+        path = tmp_path / "row.json"
+        run("cluster", "plan", *words, *degrees, *target, "--json", str(path))
+        found.append(json.loads(path.read_text(encoding="utf8"))[0]["gpumem"])
+    # Gradients take 4 bytes instead of 2.
+    numbers = replace(shape_of("gpt2"), layers=4).num_parameters
+    assert float(found[1]) - float(found[0]) == pytest.approx(2 * numbers / 2**30)
 
 
 def test_a_plan_is_written_that_runs_and_how_to_start_it(

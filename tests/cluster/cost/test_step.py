@@ -99,6 +99,51 @@ def test_a_layer_does_and_keeps_what_is_published() -> None:
     assert work.sums == 0 and half.sums == 2
 
 
+def test_sequence_parallelism_splits_what_tensor_parallelism_leaves_whole() -> None:
+    gpt = shape(sequence=1024, hidden=1024, heads=16)
+    s, h, b = 1024, 1024, 2
+    # Korthikanti et al. (arXiv:2205.05198, table 2): s b h (34 + 5 a s / h) / t.
+    split = layer_work(gpt, Item.LAYER, b, 4, flash=False, sequence_parallel=True)
+    whole = layer_work(gpt, Item.LAYER, b, 4, flash=False)
+    assert split.kept_bytes == (34 * s * b * h + 5 * 16 * s * s * b) // 4
+    # A rank sends its part of the stream, and keeps that part where the layer is recomputed.
+    assert (split.output_bytes, split.input_bytes) == (2 * s * b * h // 4, 2 * s * b * h // 4)
+    assert (split.sums, split.summed_bytes) == (whole.sums, whole.summed_bytes)
+
+
+def test_tensor_parallel_ranks_send_parts_where_the_framework_does() -> None:
+    layout = ParallelLayout(ParallelDims(4, 1, 4), 1, 4)
+    load = workload(global_batch=4)
+    slots, bounds = [StageSlot((1,))] * 4, (0, 2, 3, 4, 6)
+    link, inside = node_type(FAST).outside, node_type(FAST).inside
+    message = 2 * 256 * 512
+    # An output and its gradient in each of 4 microbatches; the four ranks share the node's link.
+    whole = price(ClusterPrices(FOUR, load), layout, bounds, slots).seconds
+    assert whole.sends == pytest.approx(4 * 2 * (link.latency + message / (link.bandwidth / 4)))
+    parts = price(ClusterPrices(FOUR, replace(load, split_sends=True)), layout, bounds, slots).seconds
+    gathered = 3 * inside.latency + 0.75 * message / inside.bandwidth
+    assert parts.sends == pytest.approx(4 * 2 * (link.latency + message / link.bandwidth + gathered))
+    # Sequence parallelism needs no gathering: the next stage works on parts.
+    split = replace(load, sequence_parallel=True, split_sends=True)
+    sends = price(ClusterPrices(FOUR, split), layout, bounds, slots).seconds.sends
+    assert sends == pytest.approx(4 * 2 * (link.latency + message / link.bandwidth))
+
+
+def test_a_fused_gate_keeps_two_projections_and_their_product() -> None:
+    llama = replace(shape(sequence=1024, hidden=1024, heads=16), gated=True, feed_forward=3072)
+    plain, fused = (layer_work(llama, Item.LAYER, 2, 4, fused_gate=gate) for gate in (False, True))
+    assert plain.kept_bytes - fused.kept_bytes == 2 * (2 * 1024) * 3072 // 4
+
+
+def test_masks_are_kept_where_there_is_dropout() -> None:
+    gpt = shape(sequence=1024, hidden=1024, heads=16)
+    s, h, b = 1024, 1024, 2
+    # Without its two masks of a byte; of each score the probability in 16 bits is left.
+    assert layer_work(gpt, Item.LAYER, b, 1, dropout=False).kept_bytes == 32 * s * b * h
+    scores = layer_work(gpt, Item.LAYER, b, 1, flash=False, dropout=False)
+    assert scores.score_bytes == 2 * 16 * s * s * b
+
+
 def plan_of(zero: int = 0, dp: int = 4, **changes: object) -> ClusterPlan:
     layout = replace(ParallelLayout(ParallelDims(1, dp, 1), 1, 4, zero=zero), **changes)  # type: ignore[arg-type]
     prices = ClusterPrices(ONE, workload(global_batch=16))

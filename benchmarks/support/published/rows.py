@@ -1,0 +1,261 @@
+"""Published configurations in the planner's terms: model, cluster, workload and layout, or why not.
+
+What a source does not tell is chosen by rules that are the same for all rows, and is told by
+:attr:`PublishedCase.assumed`: a microbatch or a recomputation is the fastest by the planner's own model that
+fits in memory, and a network between nodes that of the machine as it is sold or described.
+"""
+
+import csv
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from osdp.cluster.file import known_gpus, node_of
+from osdp.cluster.hardware import Cluster, NodeGroup
+from osdp.cluster.plan import ParallelLayout, RecomputeLayers, Workload
+from osdp.cluster.targets import Target, as_trained_by
+from osdp.cluster.transformer import Item, TransformerShape
+from osdp.plan.dims import ParallelDims
+from osdp.plan.schedules import ONE_STAGE
+
+RAN, OUT_OF_MEMORY = "layouts.csv", "out_of_memory.csv"
+
+#: Network of a whole node in Gbit/s, by the text of the table.
+NETWORKS = {
+    "8 x 200 Gbit/s HDR IB": 1600,
+    "8 x 200 Gbit/s IB": 1600,
+    "400 Gbit/s RoCE per GPU": 3200,
+    "400 Gbit/s RDMA per GPU": 3200,
+    "400 Gbit/s ConnectX-7 per GPU": 3200,
+    "4 Omni-Path links per node": 400,
+    "1600 Gbit/s RoCE per node": 1600,
+    "400 Gbit/s per node": 400,
+    "800 Gbit/s per node": 800,
+    "3.2 Tbit/s per node": 3200,
+    "4 x 100 Gbit/s RoCE": 400,
+}
+
+#: The same by GPU, where the table does not tell it: eight HDR links of a DGX A100 and eight NDR links of a
+#: DGX H100 and later ones (their data sheets), four Omni-Path links of Jean Zay (its own page on the machine,
+#: V100), and a Slingshot link of 200 Gbit/s for each GH200 of Alps.
+USUAL_NETWORKS = {
+    "A100": 1600,
+    "A100-80GB": 1600,
+    "H100": 3200,
+    "H100-96GB": 3200,
+    "H200": 3200,
+    "B200": 3200,
+    "MI300X": 3200,
+    "V100": 400,
+    "V100-32GB": 400,
+    "GH200": 800,
+}
+
+#: Samples of a microbatch that are tried where the source does not tell it.
+_SAMPLES = (1, 2, 4, 8)
+
+_FRAMEWORKS_OF_MEGATRON = ("Megatron", "NeMo", "GPT-NeoX", "Meta internal")
+
+
+class NotExpressibleError(ValueError):
+    """The planner has no notion of something in the row, or the row lacks something that it needs."""
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedCase:
+    """A published configuration.
+
+    Attributes:
+        name: Name of the row.
+        cluster: The machines.
+        workload: Model, batch and precision.
+        layouts: The layout; several where the source does not tell everything.
+        seconds: Measured seconds of a step; ``None`` if the row has no time.
+        derived_from: Column that the seconds follow from.
+        memory: Measured peak of one GPU in bytes; ``None`` if it is not told.
+        assumed: What the source does not tell.
+    """
+
+    name: str
+    cluster: Cluster
+    workload: Workload
+    layouts: tuple[ParallelLayout, ...]
+    seconds: float | None
+    derived_from: str
+    memory: float | None
+    assumed: tuple[str, ...]
+
+
+def read_rows(table: str) -> tuple[dict[str, str], ...]:
+    """The rows of :data:`RAN` or :data:`OUT_OF_MEMORY`, as they are."""
+    with (Path(__file__).parent / table).open(encoding="utf8", newline="") as file:
+        return tuple(csv.DictReader(file))
+
+
+def case_of(row: dict[str, str]) -> PublishedCase:
+    """The row in the planner's terms.
+
+    Raises:
+        NotExpressibleError: The planner has no notion of something in it, or something is not told.
+    """
+    _check(row)
+    assumed: list[str] = []
+    shape = _shape(row)
+    cluster = _cluster(row, assumed)
+    layouts = tuple(_layouts(row, assumed))
+    first = layouts[0]
+    batch = first.samples * first.microbatches * first.degrees.dp
+    workload = Workload(
+        shape=shape,
+        global_batch=batch,
+        flash=row["flash_attention"] != "0",
+        sequence_parallel=row["sequence_parallel"] == "1",
+        # Models with gated blocks are trained without dropout: Llama's kind.
+        dropout=not shape.gated,
+    )
+    workload = as_trained_by(workload, _target(row))
+    seconds, derived_from = _seconds(row, shape, first, batch)
+    memory = float(row["memory_gib"]) * 2**30 if row.get("memory_gib") else None
+    return PublishedCase(
+        row["name"], cluster, workload, layouts, seconds, derived_from, memory, tuple(assumed)
+    )
+
+
+def _target(row: dict[str, str]) -> Target:
+    name, bf16 = row["framework"], row["precision"] == "bf16"
+    if "DeepSpeed" in name or "ZeRO" in name:
+        return Target.DEEPSPEED_BF16 if bf16 else Target.DEEPSPEED_FP16
+    if name.startswith(_FRAMEWORKS_OF_MEGATRON) or name == "InternLM":
+        return Target.MEGATRON_BF16 if bf16 else Target.MEGATRON_FP16
+    return Target.FSDP
+
+
+def _check(row: dict[str, str]) -> None:
+    reasons = (
+        (row["num_experts"] not in ("", "0"), "experts"),
+        (row["cp"] not in ("", "1"), "context parallelism"),
+        (row["precision"] == "fp8", "fp8"),
+        (row["virtual_stages"] not in ("", "1", "2"), "more than two interleaved stages of a rank"),
+        (row["gpu"] not in known_gpus(), "no data of the GPU"),
+        (not row["gpus_per_node"], "NVLink domain of a rack"),
+        (not row["vocab_size"], "vocabulary not told"),
+        (
+            row["recompute"] == "selective" and not row["framework"].startswith(_FRAMEWORKS_OF_MEGATRON),
+            "selective recomputation of other operators than the attention's core",
+        ),
+    )
+    for found, reason in reasons:
+        if found:
+            raise NotExpressibleError(reason)
+
+
+def _shape(row: dict[str, str]) -> TransformerShape:
+    hidden, heads = int(row["hidden_size"]), int(row["num_heads"])
+    gated = row["gated_mlp"] == "1"
+    try:
+        return TransformerShape(
+            name=row["model"],
+            layers=int(row["num_layers"]),
+            hidden=hidden,
+            heads=heads,
+            sequence=int(row["seq_length"]),
+            vocabulary=int(row["vocab_size"]),
+            feed_forward=int(row["ffn_hidden_size"]),
+            kv_heads=int(row["num_kv_heads"] or heads),
+            gated=gated,
+            # Llama's kind has neither biases, nor learnt positions, nor tied embeddings; GPT's has all three.
+            biases=not gated,
+            positions=0 if gated else int(row["seq_length"]),
+            tied=not gated,
+        )
+    except ValueError as error:
+        raise NotExpressibleError(str(error)) from error
+
+
+def _cluster(row: dict[str, str], assumed: list[str]) -> Cluster:
+    gpus, per_node = int(row["num_gpus"]), int(row["gpus_per_node"])
+    nodes, devices = max(gpus // per_node, 1), min(gpus, per_node)
+    if nodes * devices != gpus:
+        raise NotExpressibleError("a node that is used in part")
+    network = NETWORKS.get(row["interconnect"])
+    if network is None:
+        if row["interconnect"]:
+            raise NotExpressibleError(f"network {row['interconnect']!r}")
+        network = USUAL_NETWORKS.get(row["gpu"], 100)
+        assumed += [f"network of {network} Gbit/s"] if nodes > 1 else []
+    fields = {"gpu": row["gpu"], "count": nodes, "devices": devices, "network": f"{network} Gbit/s"}
+    return Cluster((NodeGroup(node_of(fields, row["name"]), nodes),))
+
+
+def _layouts(row: dict[str, str], assumed: list[str]) -> Iterator[ParallelLayout]:
+    """All layouts that what is told leaves open."""
+    degrees = ParallelDims(int(row["pp"]), int(row["dp"]), int(row["tp"]))
+    if row["micro_batch"]:
+        samples = (int(row["micro_batch"]),)
+    else:
+        samples = _SAMPLES
+        assumed.append("microbatch")
+    if row["global_batch"]:
+        batch = int(row["global_batch"])
+    elif degrees.pp == 1 and row["micro_batch"]:
+        batch = degrees.dp * samples[0]
+        assumed.append("one microbatch in a step")
+    else:
+        raise NotExpressibleError("global batch not told")
+    # Where no scores are stored there is nothing to recompute selectively.
+    named = "none" if row["recompute"] == "selective" and row["flash_attention"] == "1" else row["recompute"]
+    kinds = [RecomputeLayers(named)] if named else [RecomputeLayers.NONE, RecomputeLayers.FULL]
+    assumed += [] if named else ["recomputation"]
+    assumed += [] if row["virtual_stages"] else ["not interleaved"]
+    schedule = "interleaved" if row["virtual_stages"] == "2" and degrees.pp > 1 else ONE_STAGE
+    found = False
+    for each in samples:
+        if batch % (degrees.dp * each):
+            continue
+        for recompute in kinds:
+            found = True
+            yield ParallelLayout(
+                degrees,
+                each,
+                batch // degrees.dp // each,
+                schedule=schedule,
+                recompute=recompute,
+                zero=int(row["zero_stage"] or 0) if degrees.dp > 1 else 0,
+            )
+    if not found:
+        raise NotExpressibleError("microbatches that do not divide the batch")
+
+
+def _seconds(
+    row: dict[str, str], shape: TransformerShape, layout: ParallelLayout, batch: int
+) -> tuple[float | None, str]:
+    """Seconds of a step, from the most direct of the columns that are told."""
+    gpus = int(row["num_gpus"])
+    if row.get("step_seconds"):
+        return float(row["step_seconds"]), "step_seconds"
+    if rate := row.get("tokens_per_second_per_gpu"):
+        return batch * shape.sequence / float(rate) / gpus, "tokens_per_second_per_gpu"
+    hardware = row.get("tflops_counts") == "hardware" and layout.recompute is RecomputeLayers.FULL
+    if rate := row.get("tflops_per_gpu"):
+        return flops(shape, batch, recomputed=hardware) / (float(rate) * 1e12) / gpus, "tflops_per_gpu"
+    if share := row.get("mfu"):
+        peak = float(known_gpus()[row["gpu"]]["tflops"]) * 1e12
+        return flops(shape, batch, recomputed=False) / (float(share) * peak) / gpus, "mfu"
+    return None, ""
+
+
+def flops(shape: TransformerShape, batch: int, *, recomputed: bool) -> float:
+    """Operations of matrix products of a step, with the whole of the attention matrix.
+
+    As Narayanan et al. (SC 2021, appendix) count them, for any width of the feed-forward block.
+
+    Args:
+        shape: The model.
+        batch: Samples of the step.
+        recomputed: Whether a second forward of the layers is counted as well.
+    """
+    tokens = batch * shape.sequence
+    weights = replace(shape, biases=False, positions=0).parameters(Item.LAYER) - 2 * shape.hidden
+    layer = 2.0 * tokens * weights + 4.0 * tokens * shape.sequence * shape.heads * shape.width
+    head = 2.0 * tokens * shape.vocabulary * shape.hidden
+    return (4 if recomputed else 3) * shape.layers * layer + 3 * head

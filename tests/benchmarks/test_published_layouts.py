@@ -1,0 +1,104 @@
+"""Published rows become what the planner is asked, and what is told of them is what was found."""
+
+from typing import Any
+
+import pytest
+
+from benchmarks.published_layouts import SPACE, half_row, predict, summary_of
+from benchmarks.support.published.halves import is_set_aside
+from benchmarks.support.published.rows import (
+    OUT_OF_MEMORY,
+    RAN,
+    NotExpressibleError,
+    case_of,
+    flops,
+    read_rows,
+)
+from osdp.cluster.plan import RecomputeLayers
+
+ROWS = {row["name"]: row for table in (RAN, OUT_OF_MEMORY) for row in read_rows(table)}
+KORTHIKANTI = "korthikanti-22b-selective"
+
+
+def changed(name: str, **fields: str) -> dict[str, str]:
+    return ROWS[name] | fields
+
+
+def test_a_row_is_read_as_it_is_told() -> None:
+    case = case_of(ROWS[KORTHIKANTI])
+    (layout,) = case.layouts
+    assert (layout.degrees.tp, layout.degrees.dp, layout.samples, layout.microbatches) == (8, 1, 4, 1)
+    assert layout.recompute is RecomputeLayers.SELECTIVE
+    assert (case.seconds, case.derived_from, case.cluster.num_devices) == (1.1, "step_seconds", 8)
+    assert case.workload.sequence_parallel and not case.workload.flash
+
+
+def test_seconds_follow_from_rates_where_they_are_not_told() -> None:
+    batch, tokens = 4, 4 * 2048
+    told = {"step_seconds": "", "tokens_per_second_per_gpu": str(tokens / 2.0 / 8), "mfu": ""}
+    assert case_of(changed(KORTHIKANTI, **told)).seconds == pytest.approx(2.0)
+    shape = case_of(ROWS[KORTHIKANTI]).workload.shape
+    # Narayanan et al. (SC 2021): 96 B s l h^2 (1 + s / 6h + V / 16lh) with a second forward of the layers.
+    s, layers, h, v = 2048, 48, 6144, 51200
+    expected = 96 * batch * s * layers * h * h * (1 + s / (6 * h) + v / (16 * layers * h))
+    assert flops(shape, batch, recomputed=True) == pytest.approx(expected)
+    rate = {"step_seconds": "", "mfu": "", "tflops_counts": "model"}
+    per_gpu = flops(shape, batch, recomputed=False) / 8 / 3.0 / 1e12
+    assert case_of(changed(KORTHIKANTI, tflops_per_gpu=str(per_gpu), **rate)).seconds == pytest.approx(3.0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"cp": "2"}, "context parallelism"),
+        ({"num_experts": "8"}, "experts"),
+        ({"precision": "fp8"}, "fp8"),
+        ({"virtual_stages": "3"}, "interleaved"),
+        ({"gpu": "TPU"}, "no data of the GPU"),
+        ({"interconnect": "pigeons"}, "pigeons"),
+        ({"micro_batch": "3"}, "do not divide the batch"),
+    ],
+)
+def test_rows_without_terms_say_why(fields: dict[str, str], reason: str) -> None:
+    with pytest.raises(NotExpressibleError, match=reason):
+        case_of(changed(KORTHIKANTI, **fields))
+
+
+def test_every_row_is_read_or_has_a_reason() -> None:
+    reasons = 0
+    for row in ROWS.values():
+        try:
+            assert case_of(row).layouts
+        except NotExpressibleError as error:
+            reasons += bool(str(error))
+    assert 0 < reasons < len(ROWS) / 2
+
+
+def test_halves_are_of_names_alone() -> None:
+    assert sum(is_set_aside(row["name"]) for row in read_rows(RAN)) == 136
+    assert sum(is_set_aside(row["name"]) for row in read_rows(OUT_OF_MEMORY)) == 15
+
+
+def test_wrong_verdicts_are_counted_apart() -> None:
+    fits = predict(case_of(ROWS[KORTHIKANTI]), True, search=False)
+    full = predict(case_of(ROWS["oom-bigscience-181b-tp8-pp1-mbs1"]), False, search=False)
+    wrong: list[Any] = [
+        predict(full.case, True, search=False),
+        predict(fits.case, False, search=False),
+    ]
+    right = half_row("right", [fits, full])
+    assert (right["feasible_called_infeasible"], right["infeasible_called_feasible"]) == (0, 0)
+    mistaken = half_row("wrong", wrong)
+    assert (mistaken["feasible_called_infeasible"], mistaken["infeasible_called_feasible"]) == (1, 1)
+    summary = summary_of([fits, full, *wrong], [fits])
+    assert summary["feasible_called_infeasible"] == 1
+    # One row that ran out of memory says nothing.
+    assert summary["infeasible_called_feasible"] is None
+    assert summary["median_error_set_aside"] == pytest.approx(abs(fits.time_error or 0.0))
+
+
+def test_the_planners_choice_is_no_slower_than_a_published_one_of_its_space() -> None:
+    case = case_of(ROWS["korthikanti-22b-full"])
+    found = predict(case, True, search=True)
+    assert found.plan.layout.samples in SPACE.samples and found.plan.fits
+    assert found.over_ours is not None and found.over_ours >= 1.0 - 1e-9
