@@ -14,6 +14,7 @@ from typing import Protocol
 
 import torch
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from osdp.comm.groups import device_of
 from osdp.comm.objects import gather_objects, is_first, on_first_rank
@@ -28,6 +29,7 @@ from osdp.refine.measurement import CollectiveTime, StepMeasurement, StretchTime
 from osdp.refine.next_plan import LEAST_GAIN, NextPlan, next_plan
 from osdp.refine.refinement import Refinement
 from osdp.refine.stretches import stretches_of
+from osdp.runtime.optimizer_check import OptimizerCheck
 from osdp.runtime.ranks.agreement import check_together
 from osdp.runtime.ranks.control import Control
 from osdp.runtime.ranks.participants import GATHER, REDUCE
@@ -42,6 +44,8 @@ SETTLING, RECORDED = 2, 4
 ROUNDS = 4
 #: Steps that a faster plan has to earn its switch in, where nobody says how many there are.
 HORIZON = 1000
+#: Forwards after which an optimizer should have stepped.
+_PATIENCE = 50
 
 
 class Refinable(Protocol):
@@ -53,9 +57,24 @@ class Refinable(Protocol):
 
     plan: Plan
     _applied: RunningModel
+    _optimizer_check: OptimizerCheck
 
     def switch(self, plan: Plan, optimizer: Sequence[Optimizer]) -> None:
         """Go on under another plan."""
+
+
+def check_refinable(model: Refinable) -> None:
+    """Raise unless plans like the one of ``model`` can be refined.
+
+    Raises:
+        ValueError: Nothing can be timed, or the plan cannot be searched again.
+    """
+    if device_of(model._applied.mesh).type != "cpu":
+        raise ValueError(
+            "refine times collectives that the host waits for, as gloo's are; on accelerators call "
+            "model.switch(plan, optimizer) with a plan of osdp.what_if"
+        )
+    basis_of(model.plan)
 
 
 def check_refine(
@@ -89,14 +108,9 @@ def check_refine(
             )
         if any(all(each is not other for other in given) for each in stepped):
             raise ValueError("an optimizer that has trained this model was left out: pass all of them")
-        if device_of(applied.mesh).type != "cpu":
-            raise ValueError(
-                "refine times collectives that the host waits for, as gloo's are; on accelerators call "
-                "model.switch(plan, optimizer) with a plan of osdp.what_if"
-            )
+        check_refinable(model)
         if steps < 1:
             raise ValueError(f"steps are those that are left to train, at least 1, not {steps}")
-        basis_of(applied.plan)  # only to raise for plans that cannot be searched again
         waiting = applied.sharded.waiting_for
         if waiting is not None:
             raise RuntimeError(f"refine is called between two steps, but {waiting}")
@@ -112,7 +126,8 @@ class Refiner:
 
     Args:
         model: The model.
-        optimizers: All that step on it, the first of which marks the steps.
+        optimizers: All that step on it, the first of which marks the steps; those that have stepped, once
+            there are some, if empty.
         steps: Steps that are left to train.
         keeps: Whether to keep the plan, and only tell what another would win.
 
@@ -130,6 +145,13 @@ class Refiner:
         #: Plans that fit, and the seconds of their steps.
         self._measured: list[tuple[Plan, float]] = []
         self._seconds_before = 0.0
+        self._counter: RemovableHandle | None = None
+        self._forwards = 0
+        if optimizers:
+            self._follow(optimizers)
+
+    def _follow(self, optimizers: Sequence[Optimizer]) -> None:
+        self._optimizers = optimizers
         self._counter = optimizers[0].register_step_post_hook(self._count)
 
     def _count(self, *_: object) -> None:
@@ -138,6 +160,9 @@ class Refiner:
     def before_forward(self) -> None:
         """Go on at the beginning of a step; called before every forward."""
         if self.result is not None or not torch.is_grad_enabled():
+            return
+        if not self._optimizers:
+            self._look_for_optimizers()
             return
         settled = self._steps - self._steps_at_start >= SETTLING
         if self._recorder is None:
@@ -148,6 +173,19 @@ class Refiner:
             self._recorder.close()
             recorded, self._recorder = self._recorder.steps, None
             self._decide(recorded)
+
+    def _look_for_optimizers(self) -> None:
+        """Follow those that have stepped; say so once if none does."""
+        self._forwards += 1
+        found = self._model._optimizer_check.optimizers
+        if found:
+            self._follow(found)
+        elif self._forwards == _PATIENCE and is_first():
+            logger.warning(
+                "the plan is not refined: after %d forwards no optimizer of torch.optim has stepped on this "
+                "model; call model.refine(optimizer)",
+                _PATIENCE,
+            )
 
     def _decide(self, recorded: list[RecordedStep]) -> None:
         plan, group = self._model.plan, self._model._applied.mesh.get_group()
@@ -193,7 +231,8 @@ class Refiner:
         self._steps_at_start = self._steps
 
     def _end(self, seconds: float, reason: str) -> None:
-        self._counter.remove()
+        if self._counter is not None:
+            self._counter.remove()
         self.result = Refinement(
             before=self._first_plan,
             after=self._model.plan,

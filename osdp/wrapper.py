@@ -23,7 +23,7 @@ from osdp.options import PlanOptions, check_known, complete, lists_options
 from osdp.plan.measured import MemoryReport
 from osdp.plan.plan import Plan
 from osdp.refine.refinement import Refinement
-from osdp.refining import HORIZON, Refiner, check_refine
+from osdp.refining import HORIZON, Refiner, check_refinable, check_refine
 from osdp.resolve import Asked, applied_model, check_reuse
 from osdp.runtime import ShardedModel
 from osdp.runtime.checkpoint import load_pretrained
@@ -52,7 +52,13 @@ if TYPE_CHECKING:
 
 
 class OSDPOptions(PlanOptions, FSDPArguments, total=False):
-    """Options of planning, and the arguments of FSDP."""
+    """Options of planning, and the arguments of FSDP.
+
+    Attributes:
+        refine: Whether to refine the plan while it trains: :meth:`OSDP.refine` with the optimizers that step.
+    """
+
+    refine: bool
 
 
 @lists_options
@@ -134,6 +140,7 @@ class OSDP(Stepped, Wrapped, PlannedModule, nn.Module):
         **options: Unpack[OSDPOptions],
     ) -> None:
         super().__init__()
+        refine = options.pop("refine", False)
         check_known(options, OSDP, fsdp_arguments.names())
         here, computation = fsdp_arguments.translated(options)
         asked_for = here.pop("mesh", None)
@@ -164,6 +171,10 @@ class OSDP(Stepped, Wrapped, PlannedModule, nn.Module):
         self.__dict__["_settings"] = backwards, asked.computation
         self.__dict__["_refiner"], self.__dict__["_plan_was_given"] = None, plan is not None
         self._own(applied_model(model, asked), before)
+        if refine:
+            self._check_alone()
+            check_refinable(self)
+            self.__dict__["_refiner"] = Refiner(self, (), HORIZON, keeps=plan is not None)
 
     # What can be passed is what __init__ takes: that is what help() and inspect.signature() are to show.
     functools.update_wrapper(__new__, __init__, assigned=(), updated=())

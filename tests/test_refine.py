@@ -1,5 +1,6 @@
 """A model refines its plan while it trains, as if nothing had happened; and what refuses to."""
 
+import logging
 from dataclasses import replace
 from typing import Any
 
@@ -45,9 +46,9 @@ def planned() -> tuple[ModelDesc, DeviceInfo, Any]:
     return desc, replace(device, memory_limit=int(1.01 * plan.predicted.peak_bytes)), profile
 
 
-def made() -> OSDP:
+def made(**options: Any) -> OSDP:
     desc, device, profile = planned()
-    return OSDP(net(), desc, device, training=TRAINING, profile=profile, loss_fn=loss_of)
+    return OSDP(net(), desc, device, training=TRAINING, profile=profile, loss_fn=loss_of, **options)
 
 
 def step_on(model: nn.Module, optimizer: torch.optim.Optimizer, index: int, samples: int) -> float:
@@ -58,12 +59,13 @@ def step_on(model: nn.Module, optimizer: torch.optim.Optimizer, index: int, samp
     return loss.item()
 
 
-def trains_on_under_another_plan() -> Refinement:
-    model = made()
+def trains_on_under_another_plan(from_the_start: bool) -> Refinement:
+    model = made(refine=True) if from_the_start else made()
     first, limit = model.plan, model.plan.memory_limit
     assert {str(mode) for mode in first.modes.values()} == {"NO_SHARD"}
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    model.refine(optimizer, steps=50)
+    if not from_the_start:
+        model.refine(optimizer, steps=50)
     assert model.refinement is None
     losses, after = [], 0
     for index in range(36):
@@ -93,8 +95,9 @@ def trains_on_under_another_plan() -> Refinement:
     return found
 
 
-def test_losses_are_those_of_one_process_across_a_refinement() -> None:
-    found, other = run(2, trains_on_under_another_plan)
+@pytest.mark.parametrize("from_the_start", [False, True])
+def test_losses_are_those_of_one_process_across_a_refinement(from_the_start: bool) -> None:
+    found, other = run(2, trains_on_under_another_plan, from_the_start)
     assert found == other
     table = str(found)
     assert "needs more memory" not in table and max(map(len, table.splitlines()[1:])) <= 110
@@ -118,6 +121,43 @@ def test_a_plan_that_was_given_is_kept() -> None:
         assert reason.startswith("the plan was given, and is kept: the plan that runs needs more memory")
 
 
+class Unknown:
+    """No optimizer of torch."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.parameters = list(model.parameters())
+
+    def step(self) -> None:
+        with torch.no_grad():
+            for parameter in self.parameters:
+                if parameter.grad is not None:
+                    parameter.sub_(parameter.grad, alpha=0.01)
+                    parameter.grad = None
+
+
+def steps_by_an_unknown_optimizer() -> list[str]:
+    model = made(refine=True)
+    optimizer, said = Unknown(model), []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("osdp.refining")
+    logger.addHandler(handler)
+    try:
+        for index in range(60):
+            loss_of(model(batch_of(index, PLANNED))).backward()
+            optimizer.step()
+    finally:
+        logger.removeHandler(handler)
+    assert model.refinement is None
+    return said
+
+
+def test_an_optimizer_that_is_not_known_is_told_of_once() -> None:
+    said, other = run(2, steps_by_an_unknown_optimizer)
+    assert len(said) == 1 and "no optimizer of torch.optim has stepped" in said[0]
+    assert other == []
+
+
 def refuses() -> list[str]:
     model = made()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -126,7 +166,7 @@ def refuses() -> list[str]:
     def refused(call: Any, error: type[Exception]) -> None:
         with pytest.raises(error) as caught:
             call()
-        said.append(str(caught.value).splitlines()[0])
+        said.append(" ".join(str(caught.value).split()))
 
     none: Any = None
     refused(lambda: model.refine(none), TypeError)
@@ -142,7 +182,7 @@ def refuses() -> list[str]:
     refused(lambda: model.refine(foreign), ValueError)
     # On one rank alone: the others say so as well.
     mine = optimizer if dist.get_rank() else none
-    refused(lambda: model.refine(mine), TypeError)
+    refused(lambda: model.refine(mine), ValueError)
     by_hand: Plan = plan_by_hand(net(), model.plan.modes, dist.get_world_size())
     other = OSDP(net(), plan=by_hand)
     refused(lambda: other.refine(torch.optim.SGD(other.parameters(), lr=0.1)), ValueError)
@@ -157,7 +197,7 @@ def test_what_cannot_be_refined_is_refused_on_all_ranks() -> None:
             (
                 "not NoneType", "no parameter of this model", "at least 1, not 0", "same number of steps",
                 "between two steps, but it is inside of no_sync()", "between two steps, but there are",
-                "no parameter of this model", "NoneType", "does not contain what it was searched from",
+                "no parameter of this model", "rank 0: TypeError", "does not contain what it was",
             ),
             strict=True,
         ):  # fmt: skip

@@ -27,7 +27,7 @@ from osdp.runtime.sharding.sharded_model import ShardedModel
 from osdp.torch_private.autograd import in_backward, queue_backward_callback
 
 
-class Mark(NamedTuple):
+class ClockMark(NamedTuple):
     """A moment: seconds of the wall clock, and of the clock of compute."""
 
     wall: float
@@ -84,13 +84,13 @@ class StepRecorder:
             time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
         )
         #: Marks of the pass under way: the stretch that each ends in forward, and begins in backward.
-        self._marks: list[tuple[str | None, Mark]] = []
+        self._marks: list[tuple[str | None, ClockMark]] = []
         self._begun: set[str] = set()
         #: Begin and end of each collective in the pass; the last one may be a gather that is copied out yet.
-        self._spans: list[tuple[Mark, Mark]] = []
-        self._copied: tuple[list[tuple[int, float]], Mark] | None = None
+        self._spans: list[tuple[ClockMark, ClockMark]] = []
+        self._copied: tuple[list[tuple[int, float]], ClockMark] | None = None
         self._runs_backward = False
-        self._stepping: Mark | None = None
+        self._stepping: ClockMark | None = None
         self._handles: list[RemovableHandle] = []
         self._install(ends, optimizers)
 
@@ -116,11 +116,11 @@ class StepRecorder:
 
     # Collectives, as osdp.runtime.ranks.participants tells of them
 
-    def begin(self) -> Mark:
+    def begin(self) -> ClockMark:
         """The present moment."""
-        return Mark(time.perf_counter(), self._clock())
+        return ClockMark(time.perf_counter(), self._clock())
 
-    def end(self, unit: str, code: int, nbytes: int, begin: Mark) -> None:
+    def end(self, unit: str, code: int, nbytes: int, begin: ClockMark) -> None:
         """Note a collective that began at ``begin`` and has ended."""
         now = self.begin()
         self._spans.append((begin, now))
@@ -197,7 +197,7 @@ class StepRecorder:
             self._add(self._now.backward, pairs, self._marks[1][1])
         self._marks = []
 
-    def _add(self, found: dict[str, float], ends: Sequence[tuple[str, Mark]], start: Mark) -> None:
+    def _add(self, found: dict[str, float], ends: Sequence[tuple[str, ClockMark]], start: ClockMark) -> None:
         """Add the compute of stretches that end one after the other, the first from ``start`` on."""
         for name, mark in ends:
             inside = [(a, b) for a, b in self._spans if start.wall <= a.wall < mark.wall]
