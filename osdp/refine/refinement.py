@@ -52,14 +52,15 @@ class Refinement:
         """What was corrected: its name, and its seconds as they were thought and as they were found."""
         thought, found = self.thought.profile_at(self.before.local_batch), self.found.profiles[0]
         desc = self.thought.model_desc
-        rows = []
+        rows: list[tuple[str, float, float]] = []
         for name in ("forward", "backward"):
             sums = [
                 sum(getattr(profile.by_signature[s.signature], name).seconds for s in desc.segments)
                 for profile in (thought, found)
             ]
             rows.append((f"compute, {name}", sums[0], sums[1]))
-        rows.append(("optimizer, a MiB", *(2**20 * each.optimizer.per_byte for each in (thought, found))))
+        steps = [2**20 * profile.optimizer.per_byte for profile in (thought, found)]
+        rows.append(("optimizer, a MiB", steps[0], steps[1]))
         pairs = zip(self.thought.device.links, self.found.device.links, strict=True)
         rows += [(f"{a.collective}, {a.group}, a MiB", a.seconds(2**20), b.seconds(2**20)) for a, b in pairs]
         return rows
