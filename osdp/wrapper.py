@@ -22,6 +22,8 @@ from osdp.nn.embeddings import check_embeddings
 from osdp.options import PlanOptions, check_known, complete, lists_options
 from osdp.plan.measured import MemoryReport
 from osdp.plan.plan import Plan
+from osdp.refine.refinement import Refinement
+from osdp.refining import HORIZON, Refiner, check_refinable, check_refine
 from osdp.resolve import Asked, applied_model, check_reuse
 from osdp.runtime import ShardedModel
 from osdp.runtime.checkpoint import load_pretrained
@@ -50,7 +52,13 @@ if TYPE_CHECKING:
 
 
 class OSDPOptions(PlanOptions, FSDPArguments, total=False):
-    """Options of planning, and the arguments of FSDP."""
+    """Options of planning, and the arguments of FSDP.
+
+    Attributes:
+        refine: Whether to refine the plan while it trains: :meth:`OSDP.refine` with the optimizers that step.
+    """
+
+    refine: bool
 
 
 @lists_options
@@ -101,6 +109,8 @@ class OSDP(Stepped, Wrapped, PlannedModule, nn.Module):
     _optimizer_check: OptimizerCheck
     _measured: MeasuredSteps
     _settings: tuple[Backwards, Computation]
+    _refiner: Refiner | None
+    _plan_was_given: bool
 
     def __new__(cls, model: nn.Module, *args: Any, **options: Any) -> Self:
         """Inside fairscale's ``enable_wrap`` only mark ``model`` as a unit of decision and return it."""
@@ -130,6 +140,7 @@ class OSDP(Stepped, Wrapped, PlannedModule, nn.Module):
         **options: Unpack[OSDPOptions],
     ) -> None:
         super().__init__()
+        refine = options.pop("refine", False)
         check_known(options, OSDP, fsdp_arguments.names())
         here, computation = fsdp_arguments.translated(options)
         asked_for = here.pop("mesh", None)
@@ -158,7 +169,12 @@ class OSDP(Stepped, Wrapped, PlannedModule, nn.Module):
         before = PlainParameters(model)
         backwards = Backwards(asked.find_unused_parameters, asked.options["double_backward"])
         self.__dict__["_settings"] = backwards, asked.computation
+        self.__dict__["_refiner"], self.__dict__["_plan_was_given"] = None, plan is not None
         self._own(applied_model(model, asked), before)
+        if refine:
+            self._check_alone()
+            check_refinable(self)
+            self.__dict__["_refiner"] = Refiner(self, (), HORIZON, keeps=plan is not None)
 
     # What can be passed is what __init__ takes: that is what help() and inspect.signature() are to show.
     functools.update_wrapper(__new__, __init__, assigned=(), updated=())
@@ -201,6 +217,8 @@ class OSDP(Stepped, Wrapped, PlannedModule, nn.Module):
             RuntimeError: It is cut into stages, of which this rank has only some.
         """
         self._check_alone()
+        if self._refiner is not None:
+            self._refiner.before_forward()
         return self._applied.forward(*args, **kwargs)
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -296,6 +314,40 @@ class OSDP(Stepped, Wrapped, PlannedModule, nn.Module):
         taken.tell_left()
         if fault is not None:
             raise fault
+
+    def refine(self, optimizer: Optimizer | Sequence[Optimizer], *, steps: int = HORIZON) -> None:
+        """Find out from the next steps what they take, and switch to a faster plan if there is one.
+
+        Every rank calls it, between two steps. Some of the next 30 steps are timed by unit; links, compute
+        and the optimizer's step are corrected by that, and the plan is searched again. Where another saves
+        more in the steps that are left than a :meth:`switch` takes, and more than the steps differ, the model
+        goes on under it, at the beginning of a forward. Once :attr:`refinement` is there, nothing changes
+        any more. A plan that was given with ``plan=`` is kept; what another would win is told.
+
+        Args:
+            optimizer: The optimizer, or all of them; also in wrappers.
+            steps: Steps that are left to train.
+
+        Raises:
+            TypeError: There is no optimizer.
+            ValueError: An optimizer is not the model's or is left out, ranks differ in ``steps``, the plan
+                does not contain what it was searched from, or devices are no CPUs.
+            RuntimeError: The model is cut into stages, or gradients wait for a step.
+        """
+        self._check_alone()
+        is_one = any(isinstance(each, Optimizer) for each in with_inner(optimizer))
+        given: Any = [optimizer] if is_one or not isinstance(optimizer, Sequence) else optimizer
+        found = [each for one in given for each in with_inner(one)]
+        for each in found:
+            if isinstance(each, Optimizer):
+                self._optimizer_check.exchange_in(each)
+        check_refine(self, found, self._optimizer_check.optimizers, steps)
+        self.__dict__["_refiner"] = Refiner(self, found, steps, keeps=self._plan_was_given)
+
+    @property
+    def refinement(self) -> Refinement | None:
+        """What :meth:`refine` has found; ``None`` until its last decision."""
+        return None if self._refiner is None else self._refiner.result
 
     @contextmanager
     def summon_full_params(self, *, writeback: bool = True) -> Iterator[None]:

@@ -39,6 +39,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "cost": (VALUES | {"arrays"}, {"numpy"}),
     "search": (VALUES | {"arrays", "cost"}, {"numpy", "scipy"}),
     "explain": (VALUES | {"arrays", "cost", "search", "profiler"}, {"numpy"}),
+    "refine": (VALUES | {"cost", "explain"}, set()),
     "runtime": (SHARED, {"torch", "safetensors", "numpy", "peft"}),
     "cluster": (VALUES | {"arrays", "report"}, {"numpy", "networkx", "matplotlib", "plotly", "yaml"}),
     "report": (VALUES, {"networkx", "matplotlib", "plotly"}),

@@ -43,7 +43,7 @@ from osdp.runtime.ranks.collective_order import (
     turn_of,
 )
 from osdp.runtime.ranks.control import Control, LockstepError
-from osdp.runtime.ranks.participants import CODES, Participant, UnitCollectives
+from osdp.runtime.ranks.participants import CODES, CollectiveObserver, Participant, UnitCollectives
 from osdp.torch_private.autograd import in_backward
 from osdp.torch_private.fsdp import initialise_root
 from osdp.torch_private.fsdp_comms import set_backward_prefetch
@@ -93,6 +93,7 @@ class Lockstep:
     Attributes:
         syncs: Whether the next backwards reduce gradients.
         on_backward: Called where a collective is the first sign of a backward.
+        observer: Who is told of collectives of units and slices, if anybody is.
     """
 
     def __init__(self, control: Control | None, root: nn.Module, participants: Sequence[Participant]) -> None:
@@ -118,6 +119,7 @@ class Lockstep:
         self._prefetches_for: int | None = None
         self.syncs = True
         self.on_backward: Callable[[], object] = lambda: None
+        self.observer: CollectiveObserver | None = None
         for index, participant in enumerate(self._participants):
             participant.watch(self, index)
 

@@ -36,14 +36,32 @@ CODES = 64
 
 #: Codes of a sharded unit.
 GATHER, REDUCE = 0, 1
+#: What observers are told instead of a collective of slices.
+OF_SLICE = -1
 
 #: Compute dtypes of an operator in slices. Its code has the index of the dtype in bits 4 and 5, flags below.
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _BACKWARD, _NEEDS_X, _NEEDS_WEIGHT, _KEPT = 1, 2, 4, 8
 
 
+class CollectiveObserver(Protocol):
+    """Is told of the collectives of sharded units and slices."""
+
+    def begin(self) -> Any:
+        """What stands for the moment at which a collective begins."""
+
+    def end(self, unit: str, code: int, nbytes: int, begin: Any) -> None:
+        """A collective has ended; ``code`` is one of a sharded unit, or :data:`OF_SLICE`."""
+
+
 class Order(Protocol):
-    """Orders the collectives of participants over all ranks."""
+    """Orders the collectives of participants over all ranks.
+
+    Attributes:
+        observer: Who is told of collectives, if anybody is.
+    """
+
+    observer: CollectiveObserver | None
 
     def before(self, participant: int, code: int) -> None:
         """Return when it is this collective's turn on all ranks."""
@@ -72,7 +90,11 @@ class UnitCollectives:
     def watch(self, order: Order, index: int) -> None:
         """Make its collectives ask ``order`` first."""
         gather, reduce = comms_of(self.module)
-        set_comms(self.module, _OrderedGather(gather, order, index), _OrderedReduce(reduce, order, index))
+        set_comms(
+            self.module,
+            _OrderedGather(gather, order, index, self.name),
+            _OrderedReduce(reduce, order, index, self.name),
+        )
 
     def label(self, code: int) -> str:
         """Name of a collective in messages."""
@@ -152,7 +174,11 @@ class SliceCollectives:
             if work is not None:
                 work.wait()
             return
+        observer = self._order.observer
+        begin = observer.begin() if observer is not None else None
         self._order.run(start, self._index, 0)
+        if observer is not None:
+            observer.end(self.name, OF_SLICE, 0, begin)
 
     @property
     def waits(self) -> bool:
@@ -274,15 +300,25 @@ def participants_of(model: nn.Module, plan: ShardingPlan) -> list[Participant]:
 class _Ordered:
     """A collective of a sharded unit that waits for its turn."""
 
-    def __init__(self, inner: Any, order: Order, index: int) -> None:
-        self._inner, self._order, self._index = inner, order, index
+    def __init__(self, inner: Any, order: Order, index: int, name: str) -> None:
+        self._inner, self._order, self._index, self._name = inner, order, index, name
+        #: When the first buffer was allocated, into which FSDP2 copies before it calls the collective.
+        self._begin: Any = None
 
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
         """A buffer allocated by the collective itself."""
+        if self._begin is None and self._order.observer is not None:
+            self._begin = self._order.observer.begin()
         made: torch.Tensor = self._inner.allocate(size, dtype=dtype, device=device)
         return made
+
+    def _tell(self, code: int, nbytes: int) -> None:
+        """Tell the observer, if there is one, that the collective has ended."""
+        begin, self._begin = self._begin, None
+        if begin is not None and self._order.observer is not None:
+            self._order.observer.end(self._name, code, nbytes, begin)
 
 
 class _OrderedGather(_Ordered, AllGather):
@@ -292,6 +328,17 @@ class _OrderedGather(_Ordered, AllGather):
         input_tensor: torch.Tensor,
         group: dist.ProcessGroup,
         async_op: bool = False,
+    ) -> dist.Work | None:
+        work = self._gather(output_tensor, input_tensor, group, async_op)
+        self._tell(GATHER, output_tensor.nbytes)
+        return work
+
+    def _gather(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool,
     ) -> dist.Work | None:
         order, index = self._order, self._index
         order.before(index, GATHER)
@@ -322,6 +369,18 @@ class _OrderedReduce(_Ordered, ReduceScatter):
         group: dist.ProcessGroup,
         op: ReduceOp,
         async_op: bool = False,
+    ) -> dist.Work | None:
+        work = self._reduce(output_tensor, input_tensor, group, op, async_op)
+        self._tell(REDUCE, input_tensor.nbytes)
+        return work
+
+    def _reduce(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: ReduceOp,
+        async_op: bool,
     ) -> dist.Work | None:
         order, index = self._order, self._index
         order.before(index, REDUCE)

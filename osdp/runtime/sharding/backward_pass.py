@@ -10,7 +10,7 @@ autograd runs when nothing else is left::
     _hand_out      gradients to stored parameters, in one order, then users' hooks
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -65,6 +65,7 @@ class BackwardPass:
         runs: Whether a backward runs, or one did not end.
         is_awaited: Whether a forward ran with gradients, and no backward has reached the model since.
         is_stepped: Whether an optimizer has stepped since the last backward.
+        on_end: Called when a backward has handed out its gradients.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class BackwardPass:
         self.runs = False
         self.is_awaited = False
         self.is_stepped = True
+        self.on_end: Callable[[], object] = lambda: None
         #: Names of parameters with a gradient that has not been delivered yet.
         self._used: set[str] = set()
         self._accumulation = Accumulation(self._give_up)
@@ -295,6 +297,7 @@ class BackwardPass:
             self._entries.open_in_backward = False
         if self._used:
             self._accumulation.end_backward([p for p in self._parameters if p.name in self._used])
+        self.on_end()
 
     def _hand_out(self, absent: Collection[str]) -> None:
         self._reducer.finish(absent)

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from osdp.runtime.module.outputs import free_of_views, tensors_with_grad
 from osdp.runtime.module.plain_modules import PlainModules
 from osdp.runtime.module.plain_states import load_into
 from osdp.runtime.ranks.lockstep import Lockstep
+from osdp.runtime.ranks.participants import CollectiveObserver
 from osdp.runtime.recompute import Recomputed
 from osdp.runtime.sharding.backward_pass import BackwardPass, Backwards
 from osdp.runtime.sharding.entries import Arguments, Entries
@@ -304,6 +305,11 @@ class ShardedModel:
             module.abandon()
         self._replicated.swap_out()
 
+    def observe(self, observer: "StepObserver | None") -> None:
+        """Tell ``observer`` of collectives and of the ends of backwards; nobody any more if ``None``."""
+        self._lockstep.observer = observer
+        self._backward.on_end = (lambda: None) if observer is None else observer.end_backward
+
     # Called by modules under a plan (osdp.runtime.sharding.module_api)
 
     def follow_settings(self) -> None:
@@ -390,6 +396,13 @@ class ShardedModel:
     def _before_state_dict(self, *_: object) -> None:
         self._replicated.swap_out()
         self._in_slices.reshard()
+
+
+class StepObserver(CollectiveObserver, Protocol):
+    """Is told of collectives, and of the ends of backwards."""
+
+    def end_backward(self) -> None:
+        """A backward has handed out its gradients."""
 
 
 class _Begin:

@@ -1,0 +1,196 @@
+"""What a plan was searched from, corrected by what was measured of its steps.
+
+Each figure is corrected by what shows it alone:
+
+=====================  =====================================================================================
+another batch          profile and memory grow as the traced work does
+compute                by stretch of the trace, forward and backward apart
+links                  by the collectives of sharded units, each of which is timed
+all-reduces            run beside backward: they are as slow as makes the whole backward take what it took
+optimizer              by its step
+memory                 activations, where more bytes were alive than predicted; never fewer than were thought
+=====================  =====================================================================================
+"""
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+
+from osdp.cost.evaluate import solution_of
+from osdp.cost.sharding.problem import ShardingProblem, build_problem, with_links
+from osdp.cost.sharding.solution import ShardingSolution, solution_costs
+from osdp.cost.sharding.time import optimizer_time, passes
+from osdp.explain.scaling import profile_at_batch
+from osdp.hardware.device_info import DeviceInfo
+from osdp.hardware.profile import OptimizerProfile, Profile
+from osdp.plan.basis import Basis
+from osdp.plan.plan import Plan
+from osdp.refine.link_times import LinkKey, key_of, with_measured_links
+from osdp.refine.measurement import StepMeasurement, StretchTime
+from osdp.refine.segment_times import with_measured_times, with_more_activations
+
+#: Relative error of a backward from which its all-reduces are said to be of another speed.
+_CLOSE = 0.005
+#: Powers of two that links may be slower, or faster, than was thought.
+_RANGE = 10.0
+#: Halvings of an interval, enough for any float that matters here.
+_HALVINGS = 40
+#: Times that activations may be larger than was thought.
+_MOST_MEMORY = 64.0
+
+_ALL_REDUCE = ("all_reduce", "world")
+
+
+@dataclass(frozen=True)
+class Corrected:
+    """A basis as a measurement shows it.
+
+    Attributes:
+        basis: With one training and one profile: those that were measured.
+        known_links: The links that have been measured in training.
+    """
+
+    basis: Basis
+    known_links: frozenset[LinkKey] = frozenset()
+
+    @property
+    def profile(self) -> Profile:
+        """The corrected profile."""
+        return self.basis.profiles[0]
+
+    @property
+    def device(self) -> DeviceInfo:
+        """The corrected devices."""
+        return self.basis.device
+
+
+def corrected(
+    plan: Plan, basis: Basis, measured: StepMeasurement, known_links: Collection[LinkKey] = ()
+) -> Corrected:
+    """``basis`` such that the predicted step of ``plan`` is the measured one, as far as it can be told.
+
+    Args:
+        plan: The plan that ran.
+        basis: What it, or what an earlier correction, was searched from.
+        measured: What its steps took.
+        known_links: Links that were measured in training before.
+
+    Raises:
+        ValueError: The basis has no profile of the plan's batch, or the model takes no other batch.
+    """
+    training = replace(plan.training, local_batch=measured.local_batch, microbatches=measured.microbatches)
+    before = basis.profile_at(plan.local_batch)
+    profile = profile_at_batch(before, basis.model_desc, measured.local_batch)
+    profile = _with_compute(profile, basis, plan, measured)
+    found = replace(basis, trainings=(training,), profiles=(profile,))
+    device, known = with_measured_links(basis.device, measured.collectives, known_links)
+    device, known = _with_all_reduces(plan, replace(found, device=device), measured, known)
+    found = replace(found, device=device)
+    profile = _with_optimizer(plan, found, measured.optimizer_seconds)
+    found = replace(found, profiles=(profile,))
+    return Corrected(_with_memory(plan, found, measured.peak_bytes), known)
+
+
+def problem_of(plan: Plan, basis: Basis) -> tuple[ShardingProblem, ShardingSolution]:
+    """The step of ``plan`` under the only training of ``basis``, which may differ from its own."""
+    problem = build_problem(
+        basis.model_desc,
+        basis.profiles[0],
+        basis.device,
+        basis.trainings[0],
+        reduce_each=plan.reduce_each_microbatch,
+    )
+    return solution_of(problem, plan.sharding)
+
+
+def _with_compute(profile: Profile, basis: Basis, plan: Plan, measured: StepMeasurement) -> Profile:
+    # Measured profiles count seconds of a core that a rank has to itself.
+    share = basis.device.ranks_per_core if profile.measured else 1
+    each = share * measured.microbatches
+    times = [StretchTime(t.module, t.forward / each, t.backward / each) for t in measured.stretches]
+    return with_measured_times(profile, basis.model_desc, plan.sharding.recomputed, times)
+
+
+def _with_all_reduces(
+    plan: Plan, basis: Basis, measured: StepMeasurement, known: frozenset[LinkKey]
+) -> tuple[DeviceInfo, frozenset[LinkKey]]:
+    device = basis.device
+    replicates = any(not decision.mode.sharded and decision.nbytes for decision in plan.sharding.decisions)
+    if device.world_size == 1 or not replicates or not measured.backward_seconds:
+        return device, known
+    problem, found = problem_of(plan, basis)
+
+    def slower(factor: float) -> DeviceInfo:
+        return replace(
+            device,
+            links=tuple(
+                replace(link, latency=factor * link.latency, bandwidth=link.bandwidth / factor)
+                if key_of(link) == _ALL_REDUCE or key_of(link) not in known
+                else link
+                for link in device.links
+            ),
+        )
+
+    def backward(power: float) -> float:
+        return _backward_seconds(with_links(problem, slower(2.0**power)), found)
+
+    power = _meet(backward, measured.backward_seconds)
+    return slower(2.0**power), known | {_ALL_REDUCE}
+
+
+def _backward_seconds(problem: ShardingProblem, found: ShardingSolution) -> float:
+    """All backwards of a step."""
+    seconds, settings = passes(problem, *solution_costs(problem, found)), problem.settings
+    silent = settings.microbatches - settings.reductions
+    return settings.reductions * seconds.reducing + silent * seconds.silent
+
+
+def _meet(rising: Callable[[float], float], goal: float) -> float:
+    """The power at which ``rising`` is ``goal``: 0 if it is near by, the nearest to 0 where it is flat."""
+    at_zero = rising(0.0)
+    if abs(at_zero - goal) <= _CLOSE * goal:
+        return 0.0
+    low, high = (0.0, _RANGE) if at_zero < goal else (-_RANGE, 0.0)
+    # What compute hides altogether may be any faster: not to be told by more than that it is hidden.
+    goal = max(goal, rising(low) * (1 + _CLOSE))
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if rising(middle) < goal else (low, middle)
+    return (low + high) / 2
+
+
+def _with_optimizer(plan: Plan, basis: Basis, seconds: float) -> Profile:
+    profile = basis.profiles[0]
+    if not seconds:
+        return profile
+    predicted = _optimizer_seconds(plan, basis)
+    # Updated shards are gathered in the same time, whatever the step takes.
+    free = replace(profile, optimizer=OptimizerProfile(0.0, 0.0, 0.0))
+    own = predicted - _optimizer_seconds(plan, replace(basis, profiles=(free,)))
+    return replace(profile, optimizer=profile.optimizer.scaled(seconds / own)) if own > 0 else profile
+
+
+def _optimizer_seconds(plan: Plan, basis: Basis) -> float:
+    problem, found = problem_of(plan, basis)
+    return optimizer_time(problem, *solution_costs(problem, found))
+
+
+def _with_memory(plan: Plan, basis: Basis, peak: int | None) -> Basis:
+    """The basis with activations as large as makes the plan's peak at least the measured one."""
+    if peak is None:
+        return basis
+
+    def grown(factor: float) -> Basis:
+        return replace(basis, profiles=(with_more_activations(basis.profiles[0], factor),))
+
+    def predicted(factor: float) -> float:
+        return problem_of(plan, grown(factor))[1].outcome.peak
+
+    if predicted(1.0) >= peak:
+        return basis
+    low, high = 1.0, 2.0
+    while predicted(high) < peak and high < _MOST_MEMORY:
+        low, high = high, 2 * high
+    for _ in range(_HALVINGS // 2):
+        middle = (low + high) / 2
+        low, high = (middle, high) if predicted(middle) < peak else (low, middle)
+    return grown(high)

@@ -1,0 +1,124 @@
+"""Profiles whose segments take what was measured, or keep more memory than was thought."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from osdp.hardware.profile import PassProfile, Profile, SegmentProfile
+from osdp.model.description import ModelDesc
+from osdp.refine.measurement import StretchTime
+from osdp.refine.stretches import stretches_of
+
+#: Times that are further off than this say something of the measurement, not of the profile.
+_MOST = 1000.0
+
+
+def with_measured_times(
+    profile: Profile, model_desc: ModelDesc, recomputed: Sequence[str], measured: Sequence[StretchTime]
+) -> Profile:
+    """The profile with the times of segments scaled to what their stretches take.
+
+    A segment that is in several stretches takes the mean of what they say, weighted by its share in them;
+    those in none that was timed (the loss) are scaled like all others together.
+
+    Args:
+        profile: The profile, at the batch that was measured.
+        model_desc: The model.
+        recomputed: FQNs of blocks whose forward runs again in backward.
+        measured: Compute of stretches, in one microbatch.
+    """
+    again = {i for name in recomputed for i in model_desc.block_segments.get(name, ())}
+    times = {each.module: each for each in measured}
+    timed = [(each, times[each.module]) for each in stretches_of(model_desc) if each.module in times]
+    of_segment = [profile.by_signature[segment.signature] for segment in model_desc.segments]
+
+    # 1. By how much each stretch is off in forward, with which its recomputation is priced, and in backward.
+    parts = [(list(range(stretch.start, stretch.stop)), time) for stretch, time in timed]
+    forward = [
+        (_ratio(time.forward, sum(of_segment[i].forward.seconds for i in indices)), indices)
+        for indices, time in parts
+    ]
+    backward = []
+    for (indices, time), (factor, _) in zip(parts, forward, strict=True):
+        reruns = factor * sum(of_segment[i].forward.seconds for i in indices if i in again)
+        own = sum(of_segment[i].backward.seconds for i in indices)
+        backward.append((_ratio(max(time.backward - reruns, 0.0), own), indices))
+
+    # 2. The same by signature.
+    signatures = [segment.signature for segment in model_desc.segments]
+    forwards = _by_signature(forward, signatures, lambda i: of_segment[i].forward.seconds)
+    backwards = _by_signature(backward, signatures, lambda i: of_segment[i].backward.seconds)
+    rest_forward = _overall(forward, lambda i: of_segment[i].forward.seconds)
+    rest_backward = _overall(backward, lambda i: of_segment[i].backward.seconds)
+
+    def timed_anew(segment: SegmentProfile) -> SegmentProfile:
+        return replace(
+            segment,
+            forward=_scaled(segment.forward, forwards.get(segment.signature, rest_forward)),
+            backward=_scaled(segment.backward, backwards.get(segment.signature, rest_backward)),
+        )
+
+    return replace(profile, segments=tuple(map(timed_anew, profile.segments)))
+
+
+def with_more_activations(profile: Profile, factor: float) -> Profile:
+    """The profile of segments whose activations take ``factor`` times the bytes."""
+
+    def more(nbytes: int) -> int:
+        return math.ceil(factor * nbytes)
+
+    def grown(each: PassProfile) -> PassProfile:
+        late, given = each.gradient_peak_bytes, each.bucket_peak_bytes
+        return replace(
+            each,
+            live_bytes=more(each.live_bytes),
+            peak_bytes=more(each.peak_bytes),
+            gradient_peak_bytes=None if late is None else more(late),
+            bucket_peak_bytes=None if given is None else more(given),
+        )
+
+    return replace(
+        profile,
+        segments=tuple(
+            replace(
+                segment,
+                forward=grown(segment.forward),
+                backward=grown(segment.backward),
+                saved_bytes=more(segment.saved_bytes),
+            )
+            for segment in profile.segments
+        ),
+    )
+
+
+#: A factor, and the indices of the segments that it was measured of.
+_Factor = tuple[float, list[int]]
+
+
+def _by_signature(
+    factors: Sequence[_Factor], signatures: Sequence[str], seconds: Callable[[int], float]
+) -> Mapping[str, float]:
+    total: dict[str, float] = {}
+    weight: dict[str, float] = {}
+    for factor, indices in factors:
+        for index in indices:
+            name = signatures[index]
+            total[name] = total.get(name, 0.0) + factor * seconds(index)
+            weight[name] = weight.get(name, 0.0) + seconds(index)
+    return {name: total[name] / weight[name] for name in total if weight[name] > 0}
+
+
+def _overall(factors: Sequence[_Factor], seconds: Callable[[int], float]) -> float:
+    before = sum(seconds(i) for _, indices in factors for i in indices)
+    after = sum(factor * seconds(i) for factor, indices in factors for i in indices)
+    return after / before if before else 1.0
+
+
+def _ratio(measured: float, predicted: float) -> float:
+    if predicted <= 0:
+        return 1.0
+    return min(max(measured / predicted, 1 / _MOST), _MOST)
+
+
+def _scaled(each: PassProfile, factor: float) -> PassProfile:
+    return replace(each, seconds=factor * each.seconds)

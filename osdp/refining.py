@@ -1,0 +1,303 @@
+"""Refining a plan while it trains: steps are recorded, the plan is searched again, and the model switches.
+
+::
+
+    2 steps to settle | 4 recorded | ranks compare, rank 0 searches | switch or end | 2 steps to settle | ...
+
+All ranks do the same at the same step. A plan that turns out slower than the one before is left again.
+"""
+
+import logging
+from collections.abc import Sequence
+from statistics import fmean, median
+from typing import Protocol
+
+import torch
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from osdp.comm.groups import device_of
+from osdp.comm.objects import gather_objects, is_first, on_first_rank
+from osdp.errors import InfeasibleError
+from osdp.explain.rebuild import basis_of
+from osdp.hardware.profile import Profile
+from osdp.plan.plan import Plan
+from osdp.plan.sharding import Mode
+from osdp.profiler.links.timing import relative_spread
+from osdp.refine.link_times import LinkKey
+from osdp.refine.measurement import CollectiveTime, StepMeasurement, StretchTime
+from osdp.refine.next_plan import LEAST_GAIN, NextPlan, next_plan
+from osdp.refine.refinement import Refinement
+from osdp.refine.stretches import stretches_of
+from osdp.runtime.optimizer_check import OptimizerCheck
+from osdp.runtime.ranks.agreement import check_together
+from osdp.runtime.ranks.control import Control
+from osdp.runtime.ranks.participants import GATHER, REDUCE
+from osdp.runtime.running import RunningModel
+from osdp.runtime.step_recorder import RecordedStep, StepRecorder
+
+logger = logging.getLogger(__name__)
+
+#: Steps of a plan that make what is made once, and those after them that are recorded.
+SETTLING, RECORDED = 2, 4
+#: Times that steps are recorded at most; the last decides nothing but whether to go back.
+ROUNDS = 4
+#: Steps that a faster plan has to earn its switch in, where nobody says how many there are.
+HORIZON = 1000
+#: Forwards after which an optimizer should have stepped.
+_PATIENCE = 50
+
+
+class Refinable(Protocol):
+    """A wrapped model, as much of it as is needed here.
+
+    Attributes:
+        plan: The plan it runs under.
+    """
+
+    plan: Plan
+    _applied: RunningModel
+    _optimizer_check: OptimizerCheck
+
+    def switch(self, plan: Plan, optimizer: Sequence[Optimizer]) -> None:
+        """Go on under another plan."""
+
+
+def check_refinable(model: Refinable) -> None:
+    """Raise unless plans like the one of ``model`` can be refined.
+
+    Raises:
+        ValueError: Nothing can be timed, or the plan cannot be searched again.
+    """
+    if device_of(model._applied.mesh).type != "cpu":
+        raise ValueError(
+            "refine times collectives that the host waits for, as gloo's are; on accelerators call "
+            "model.switch(plan, optimizer) with a plan of osdp.what_if"
+        )
+    basis_of(model.plan)
+
+
+def check_refine(
+    model: Refinable, optimizers: Sequence[object], stepped: Sequence[Optimizer], steps: int
+) -> None:
+    """Raise on all ranks unless ``model`` can be refined.
+
+    Raises:
+        TypeError: What is given is no optimizer of torch.
+        ValueError: The plan cannot be searched again, or an optimizer is missing.
+        RuntimeError: The model is not between two steps.
+    """
+
+    def check() -> None:
+        applied = model._applied
+        strange = [type(each).__name__ for each in optimizers if not isinstance(each, Optimizer)]
+        if strange or not optimizers:
+            raise TypeError(
+                "refine times the steps of optimizers of torch.optim and takes their states along: pass the "
+                f"model's, not {', '.join(strange) or 'none'}"
+            )
+        mine = {id(parameter) for parameter in applied.stored_parameters()}
+        given = [each for each in optimizers if isinstance(each, Optimizer)]
+        idle = [
+            each for each in given if not any(id(p) in mine for g in each.param_groups for p in g["params"])
+        ]
+        if idle:
+            raise ValueError(
+                f"{type(idle[0]).__name__} has no parameter of this model: pass the optimizer that was made "
+                "from model.parameters()"
+            )
+        if any(all(each is not other for other in given) for each in stepped):
+            raise ValueError("an optimizer that has trained this model was left out: pass all of them")
+        check_refinable(model)
+        if steps < 1:
+            raise ValueError(f"steps are those that are left to train, at least 1, not {steps}")
+        waiting = applied.sharded.waiting_for
+        if waiting is not None:
+            raise RuntimeError(f"refine is called between two steps, but {waiting}")
+
+    control = Control.over(model._applied.mesh)
+    check_together(control, check)
+    if control is not None and not control.agree(steps, "the ranks to begin to refine the plan"):
+        raise ValueError("ranks that refine together need the same number of steps left")
+
+
+class Refiner:
+    """Refines the plan of a model, step by step.
+
+    Args:
+        model: The model.
+        optimizers: All that step on it, the first of which marks the steps; those that have stepped, once
+            there are some, if empty.
+        steps: Steps that are left to train.
+        keeps: Whether to keep the plan, and only tell what another would win.
+
+    Attributes:
+        result: What was found, once it is.
+    """
+
+    def __init__(self, model: Refinable, optimizers: Sequence[Optimizer], steps: int, *, keeps: bool) -> None:
+        self.result: Refinement | None = None
+        self._model, self._optimizers, self._steps_left, self._keeps = model, optimizers, steps, keeps
+        self._first_plan, self._thought = model.plan, basis_of(model.plan)
+        self._basis, self._known = self._thought, frozenset[LinkKey]()
+        self._recorder: StepRecorder | None = None
+        self._steps = self._steps_at_start = self._switches = self._round = 0
+        #: Plans that fit, and the seconds of their steps.
+        self._measured: list[tuple[Plan, float]] = []
+        self._seconds_before = 0.0
+        self._counter: RemovableHandle | None = None
+        self._forwards = 0
+        if optimizers:
+            self._follow(optimizers)
+
+    def _follow(self, optimizers: Sequence[Optimizer]) -> None:
+        self._optimizers = optimizers
+        self._counter = optimizers[0].register_step_post_hook(self._count)
+
+    def _count(self, *_: object) -> None:
+        self._steps += 1
+
+    def before_forward(self) -> None:
+        """Go on at the beginning of a step; called before every forward."""
+        if self.result is not None or not torch.is_grad_enabled():
+            return
+        if not self._optimizers:
+            self._look_for_optimizers()
+            return
+        settled = self._steps - self._steps_at_start >= SETTLING
+        if self._recorder is None:
+            if settled and self._model._applied.sharded.waiting_for is None:
+                ends = [each.module for each in stretches_of(self._basis.model_desc) if each.module]
+                self._recorder = StepRecorder(self._model._applied.sharded, ends, self._optimizers)
+        elif len(self._recorder.steps) >= RECORDED:
+            self._recorder.close()
+            recorded, self._recorder = self._recorder.steps, None
+            self._decide(recorded)
+
+    def _look_for_optimizers(self) -> None:
+        """Follow those that have stepped; say so once if none does."""
+        self._forwards += 1
+        found = self._model._optimizer_check.optimizers
+        if found:
+            self._follow(found)
+        elif self._forwards == _PATIENCE and is_first():
+            logger.warning(
+                "the plan is not refined: after %d forwards no optimizer of torch.optim has stepped on this "
+                "model; call model.refine(optimizer)",
+                _PATIENCE,
+            )
+
+    def _decide(self, recorded: list[RecordedStep]) -> None:
+        plan, group = self._model.plan, self._model._applied.mesh.get_group()
+        everyone = gather_objects(recorded, group)
+        measured = combined(everyone, plan, self._basis.profile_at(plan.local_batch))
+        seconds = max(median(step.seconds for step in steps) for steps in everyone)
+        self._measured.append((plan, seconds))
+        self._seconds_before = self._seconds_before or seconds
+        self._round += 1
+        before, fastest = min(self._measured, key=lambda each: each[1])
+        if seconds > (1 + max(LEAST_GAIN, measured.spread)) * fastest:
+            self._switch(before)
+            self._end(fastest, "the plan before turned out to be the faster one")
+            return
+
+        def search() -> NextPlan | InfeasibleError:
+            try:
+                return next_plan(
+                    plan, self._basis, measured, steps_left=self._steps_left, known_links=self._known
+                )
+            except InfeasibleError as error:
+                return error
+
+        found = on_first_rank(search, group)
+        if isinstance(found, InfeasibleError):
+            self._end(seconds, f"under what was measured no plan fits: {found}")
+            return
+        self._basis, self._known = found.basis, found.known_links
+        tried = any(found.plan.sharding.units == other.sharding.units for other, _ in self._measured)
+        if found.takes and self._keeps:
+            wins = f"another would be {1 - found.then / found.now:.1%} faster" if found.fits else found.reason
+            self._end(seconds, f"the plan was given, and is kept: {wins}")
+        elif not found.takes or (found.fits and tried) or self._round == ROUNDS:
+            self._end(seconds, found.reason if not found.takes else "plans are not searched any further")
+        else:
+            if not found.fits:
+                self._measured.clear()  # there is no way back
+            self._switch(found.plan)
+
+    def _switch(self, plan: Plan) -> None:
+        self._model.switch(plan, self._optimizers)
+        self._switches += 1
+        self._steps_at_start = self._steps
+
+    def _end(self, seconds: float, reason: str) -> None:
+        if self._counter is not None:
+            self._counter.remove()
+        self.result = Refinement(
+            before=self._first_plan,
+            after=self._model.plan,
+            thought=self._thought,
+            found=self._basis,
+            steps=self._steps,
+            switches=self._switches,
+            seconds_before=self._seconds_before,
+            seconds_after=seconds,
+            reason=reason,
+        )
+        if is_first():
+            logger.info("%s", self.result)
+
+
+def combined(everyone: Sequence[Sequence[RecordedStep]], plan: Plan, profile: Profile) -> StepMeasurement:
+    """One measurement of what all ranks recorded: medians over steps, of the rank that computes longest.
+
+    A collective takes as long as on the rank that came to it last.
+
+    Args:
+        everyone: Steps of each rank.
+        plan: The plan that they ran under.
+        profile: The profile that it was made with, for the batch where none was seen.
+    """
+    slowest = max(everyone, key=lambda steps: median(_compute(step) for step in steps))
+    names = [name for name in slowest[0].forward if all(name in s.forward for s in slowest)]
+    stretches = tuple(
+        StretchTime(name, median(s.forward[name] for s in slowest), median(s.backward[name] for s in slowest))
+        for name in names
+        if all(name in step.backward for step in slowest)
+    )
+    return StepMeasurement(
+        local_batch=max(step.samples for step in slowest) or profile.local_batch,
+        microbatches=max(step.microbatches for step in slowest),
+        stretches=stretches,
+        collectives=_collectives(everyone, plan),
+        backward_seconds=median(step.backward_seconds for step in slowest),
+        optimizer_seconds=median(step.optimizer_seconds for step in slowest),
+        spread=relative_spread([step.seconds for step in slowest]),
+    )
+
+
+def _compute(step: RecordedStep) -> float:
+    return sum(step.forward.values()) + sum(step.backward.values())
+
+
+def _collectives(everyone: Sequence[Sequence[RecordedStep]], plan: Plan) -> tuple[CollectiveTime, ...]:
+    names = {GATHER: "all_gather", REDUCE: "reduce_scatter"}
+    flat = {
+        unit.operators[0]
+        for unit in plan.sharding.units
+        if unit.mode is not Mode.HYBRID_SHARD and not unit.route.in_two_steps
+    }
+    found = []
+    for unit, code in everyone[0][0].collectives:
+        each = [[step.collectives.get((unit, code), []) for step in steps] for steps in everyone]
+        counts = {len(times) for steps in each for times in steps}
+        if unit not in flat or code not in names or len(counts) > 1:
+            continue
+        # For each step the mean over its collectives of the least seconds of any rank.
+        means = [
+            fmean(min(seconds for _, seconds in ranks) for ranks in zip(*step, strict=True))
+            for step in zip(*each, strict=True)
+        ]
+        nbytes = each[0][0][0][0]
+        found.append(CollectiveTime(names[code], "world", nbytes, median(means), counts.pop()))
+    return tuple(found)

@@ -1,0 +1,209 @@
+"""Corrected by a step, predictions are the truth, and the plan that is found is the best one under it."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from osdp import Plan
+from osdp.explain.scaling import device_with_faster_links, profile_at_batch, profile_with_faster_compute
+from osdp.explain.what_if import search_again
+from osdp.hardware.profile import Profile
+from osdp.plan.basis import Basis
+from osdp.refine.corrections import corrected, problem_of
+from osdp.refine.measurement import StepMeasurement, StretchTime
+from osdp.refine.next_plan import LEAST_GAIN, next_plan, switch_seconds, worth_it
+from osdp.refine.stretches import stretches_of
+from tests.explain.conftest import planned as planned
+from tests.refine.synthetic import measured_under
+
+#: Rounds of measuring and switching, of which the last one switches no more.
+ROUNDS = 4
+
+
+def basis_of(plan: Plan) -> Basis:
+    assert plan.basis is not None
+    return replace(plan.basis, trainings=(plan.training,))
+
+
+def uneven(profile: Profile) -> Profile:
+    """Every second kind of segment takes three times as long, and backward half as long again."""
+    segments = tuple(
+        replace(
+            segment,
+            forward=replace(segment.forward, seconds=segment.forward.seconds * (3 if n % 2 else 1)),
+            backward=replace(segment.backward, seconds=segment.backward.seconds * 1.5),
+        )
+        for n, segment in enumerate(profile.segments)
+    )
+    return replace(profile, segments=segments)
+
+
+def with_links(factor: float) -> Callable[[Basis], Basis]:
+    return lambda basis: replace(basis, device=device_with_faster_links(basis.device, factor))
+
+
+def with_compute(factor: float) -> Callable[[Basis], Basis]:
+    return lambda basis: replace(basis, profiles=(profile_with_faster_compute(basis.profiles[0], factor),))
+
+
+def with_batch(factor: int) -> Callable[[Basis], Basis]:
+    def change(basis: Basis) -> Basis:
+        batch = factor * basis.profiles[0].local_batch
+        profile = profile_at_batch(basis.profiles[0], basis.model_desc, batch)
+        training = replace(basis.trainings[0], local_batch=batch)
+        return replace(basis, profiles=(profile,), trainings=(training,))
+
+    return change
+
+
+def with_all_of_it(basis: Basis) -> Basis:
+    changed = with_batch(2)(with_links(0.2)(basis))
+    optimizer = changed.profiles[0].optimizer.scaled(4.0)
+    return replace(changed, profiles=(replace(uneven(changed.profiles[0]), optimizer=optimizer),))
+
+
+TRUTHS: dict[str, Callable[[Basis], Basis]] = {
+    "as thought": lambda basis: basis,
+    "links 10 x slower": with_links(0.1),
+    "links 10 x faster": with_links(10.0),
+    "compute 3 x slower": with_compute(1 / 3),
+    "compute 3 x faster": with_compute(3.0),
+    "some segments slower": lambda basis: replace(basis, profiles=(uneven(basis.profiles[0]),)),
+    "twice the batch": with_batch(2),
+    "all of it": with_all_of_it,
+}
+
+
+@pytest.mark.parametrize("fraction", [0.55, 1.5])
+@pytest.mark.parametrize("name", TRUTHS)
+def test_the_plan_found_is_the_best_one_under_the_truth(
+    planned: Callable[..., Plan], name: str, fraction: float
+) -> None:
+    plan = planned(fraction=fraction)
+    truth = TRUTHS[name](basis_of(plan))
+    # The limit is to leave room for plans, also at another batch.
+    grown = problem_of(plan, truth)[1].outcome.peak / plan.predicted.peak_bytes
+    limit = int(truth.device.memory_limit * max(grown, 1.0))
+    truth = replace(truth, device=replace(truth.device, memory_limit=limit))
+    basis = basis_of(plan)
+    basis = replace(basis, device=replace(basis.device, memory_limit=limit))
+    known: frozenset[tuple[str, str]] = frozenset()
+    for number in range(ROUNDS):
+        found = next_plan(plan, basis, measured_under(plan, truth), steps_left=10**6, known_links=known)
+        assert found.now == pytest.approx(problem_of(plan, truth)[1].outcome.seconds, rel=0.03)
+        basis, known = found.basis, found.known_links
+        if not found.takes:
+            break
+        assert number < ROUNDS - 1, "it switches on and on"
+        plan = found.plan
+    outcome, best = problem_of(plan, truth)[1].outcome, search_again(truth).predicted
+    assert outcome.seconds <= 1.03 * best.step_seconds
+    assert outcome.peak <= limit
+
+
+def test_links_that_a_plan_does_not_use_are_as_far_off_as_those_it_uses(
+    planned: Callable[..., Plan],
+) -> None:
+    plan = planned(fraction=20.0, strategy="FULL_SHARD")
+    basis = basis_of(plan)
+    truth = with_links(0.1)(basis)
+    found = corrected(plan, basis, measured_under(plan, truth))
+    for name in ("all_gather", "reduce_scatter", "all_reduce"):
+        link, true = found.device.link(name), truth.device.link(name)
+        assert link.bandwidth == pytest.approx(true.bandwidth, rel=0.02)
+        assert link.latency == pytest.approx(true.latency, rel=0.02)
+    assert found.known_links == {("all_gather", "world"), ("reduce_scatter", "world")}
+
+
+def test_what_was_measured_of_a_link_stays_when_a_plan_no_longer_uses_it(
+    planned: Callable[..., Plan],
+) -> None:
+    plan = planned(fraction=20.0, strategy="NO_SHARD")
+    basis = basis_of(plan)
+    gather = basis.device.link("all_gather")
+    slow = with_links(0.1)(basis)
+    known = frozenset({("all_gather", "world")})
+    found = corrected(plan, basis, measured_under(plan, slow), known)
+    assert found.device.link("all_gather") == gather
+    true = slow.device.link("all_reduce")
+    assert found.device.link("all_reduce").bandwidth == pytest.approx(true.bandwidth, rel=0.02)
+    assert found.known_links == known | {("all_reduce", "world")}
+    # Of the reduce-scatter nothing is known: it shares the network.
+    true = slow.device.link("reduce_scatter")
+    assert found.device.link("reduce_scatter").bandwidth == pytest.approx(true.bandwidth, rel=0.02)
+
+
+def test_memory_is_corrected_upwards_alone(planned: Callable[..., Plan]) -> None:
+    plan = planned(fraction=0.9)
+    basis = basis_of(plan)
+    own = plan.predicted.peak_bytes
+    more = corrected(plan, basis, measured_under(plan, basis, peak=1.2 * own))
+    assert 1.2 * own <= problem_of(plan, more.basis)[1].outcome.peak + 1 <= 1.21 * own
+    less = corrected(plan, basis, measured_under(plan, basis, peak=0.8 * own))
+    assert problem_of(plan, less.basis)[1].outcome.peak == pytest.approx(own, abs=1.0)
+
+
+def test_a_plan_beyond_the_limit_is_left_whatever_that_costs(planned: Callable[..., Plan]) -> None:
+    plan = planned(fraction=0.9)
+    basis = basis_of(plan)
+    peak = 1.1 * basis.device.memory_limit
+    found = next_plan(plan, basis, measured_under(plan, basis, peak=peak), steps_left=0)
+    assert found.takes and not found.fits
+    assert found.plan.predicted.peak_bytes <= basis.device.memory_limit
+    assert found.then > found.now
+
+
+def test_a_switch_has_to_earn_its_price() -> None:
+    faster = {"fits": True, "spread": 0.0}
+    assert worth_it(1.0, 0.9, steps_left=21, price=2.0, **faster)[0]  # type: ignore[arg-type]
+    takes, reason = worth_it(1.0, 0.9, steps_left=19, price=2.0, **faster)  # type: ignore[arg-type]
+    assert not takes and "19 steps would save 1.9 s, and a switch takes 2 s" in reason
+    for spread, then in ((0.0, 1 - 0.9 * LEAST_GAIN), (0.15, 0.9), (0.0, 1.2)):
+        takes, reason = worth_it(1.0, then, fits=True, spread=spread, steps_left=10**9, price=0.0)
+        assert not takes and "cannot be told apart" in reason
+
+
+def test_the_price_is_of_what_is_stored_in_another_way(planned: Callable[..., Plan]) -> None:
+    sharded, whole = (planned(fraction=20.0, strategy=name) for name in ("FULL_SHARD", "NO_SHARD"))
+    basis = basis_of(sharded)
+    assert switch_seconds(sharded, sharded, basis) == 0.0
+    nbytes = sum(decision.nbytes for decision in sharded.sharding.decisions)
+    tensors = sum(len(decision.parameters) for decision in sharded.sharding.decisions)
+    # Parameters and both states of AdamW.
+    assert switch_seconds(sharded, whole, basis) == pytest.approx(3 * (nbytes / 1e9 + tensors * 1e-5))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_stretches_end_with_blocks_and_tile_the_model(planned: Callable[..., Plan], name: str) -> None:
+    desc = basis_of(planned(name, fraction=20.0)).model_desc
+    found = stretches_of(desc)
+    assert [each.start for each in found] == [0, *(each.stop for each in found[:-1])]
+    assert set(desc.block_segments) <= {each.module for each in found}
+    # The loss of these models is computed inside their forward.
+    assert found[-1].stop <= len(desc.segments)
+    assert all(each.start < each.stop for each in found)
+
+
+def test_a_stretch_that_was_not_timed_is_as_far_off_as_the_others(planned: Callable[..., Plan]) -> None:
+    plan = planned(fraction=20.0, strategy="FULL_SHARD")
+    basis = basis_of(plan)
+    truth = with_compute(1 / 3)(basis)
+    measured = measured_under(plan, truth)
+    some = replace(measured, stretches=measured.stretches[1:-1])
+    found = corrected(plan, basis, some)
+    assert [s.forward.seconds for s in found.profile.segments] == pytest.approx(
+        [s.forward.seconds for s in truth.profiles[0].segments], rel=1e-6
+    )
+
+
+def test_measurements_are_checked_and_saved(tmp_path: Path) -> None:
+    stretches = (StretchTime("h.0", 0.1, 0.2),)
+    good = StepMeasurement(2, 1, stretches, (), 0.3, 0.1, peak_bytes=5)
+    good.save(tmp_path / "step.json")
+    assert StepMeasurement.load(tmp_path / "step.json") == good
+    with pytest.raises(ValueError, match="at least one sample and one microbatch, not 0 and 1"):
+        replace(good, local_batch=0)
+    with pytest.raises(ValueError, match=r"cannot be negative, got -0\.2"):
+        replace(good, stretches=(StretchTime("h.0", 0.1, -0.2),))

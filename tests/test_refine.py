@@ -1,0 +1,204 @@
+"""A model refines its plan while it trains, as if nothing had happened; and what refuses to."""
+
+import logging
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from osdp import OSDP, DeviceInfo, ModelDesc, Plan, Training, make_plan
+from osdp.profiler.roofline import estimate
+from osdp.refine.refinement import Refinement
+from osdp.refining import RECORDED, SETTLING
+from tests.helpers.devices import known_device
+from tests.helpers.distributed import run
+from tests.helpers.plans import plan_by_hand
+from tests.test_parity import difference, whole
+
+WIDTH, PLANNED, SEEN = 64, 8, 32
+TRAINING = Training(optimizer="AdamW", local_batch=PLANNED)
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(7)
+    layers = (nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4))
+    return nn.Sequential(*layers).double()
+
+
+def loss_of(output: torch.Tensor) -> torch.Tensor:
+    return output.square().mean()
+
+
+def batch_of(seed: int, samples: int) -> torch.Tensor:
+    drawn = torch.randn(samples, WIDTH, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return drawn
+
+
+def planned() -> tuple[ModelDesc, DeviceInfo, Any]:
+    """Replicated it fits with the batch that was planned, and not with the one that comes."""
+    desc = ModelDesc.from_module(net(), batch_of(0, PLANNED), loss_fn=loss_of)
+    device = known_device()
+    profile = estimate(desc, device, TRAINING)
+    plan = make_plan(None, desc, device, training=TRAINING, profile=profile, strategy="NO_SHARD")
+    return desc, replace(device, memory_limit=int(1.01 * plan.predicted.peak_bytes)), profile
+
+
+def made(**options: Any) -> OSDP:
+    desc, device, profile = planned()
+    return OSDP(net(), desc, device, training=TRAINING, profile=profile, loss_fn=loss_of, **options)
+
+
+def step_on(model: nn.Module, optimizer: torch.optim.Optimizer, index: int, samples: int) -> float:
+    optimizer.zero_grad()
+    loss = loss_of(model(batch_of(10 * index + dist.get_rank(), samples)))
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+
+
+def trains_on_under_another_plan(from_the_start: bool) -> Refinement:
+    model = made(refine=True) if from_the_start else made()
+    first, limit = model.plan, model.plan.memory_limit
+    assert {str(mode) for mode in first.modes.values()} == {"NO_SHARD"}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    if not from_the_start:
+        model.refine(optimizer, steps=50)
+    assert model.refinement is None
+    losses, after = [], 0
+    for index in range(36):
+        was = model.plan
+        losses.append(step_on(model, optimizer, index, SEEN))
+        if index > 30:
+            assert model.plan is was
+        after += model.refinement is not None
+    found = model.refinement
+    assert found is not None and after >= 6
+    assert found.switches >= 1 and found.after == model.plan != first
+    assert found.steps >= SETTLING + RECORDED
+    assert model.plan.local_batch == SEEN and model.plan.predicted.peak_bytes <= limit
+
+    reference, rank, world = net(), dist.get_rank(), dist.get_world_size()
+    stepped = torch.optim.AdamW(reference.parameters(), lr=1e-3)
+    for index, loss in enumerate(losses):
+        stepped.zero_grad()
+        for each in range(world):
+            own = loss_of(reference(batch_of(10 * index + each, SEEN)))
+            (own / world).backward()
+            if each == rank:
+                assert abs(own.item() - loss) < 1e-9
+        stepped.step()
+    for name, parameter in model.named_parameters():
+        assert difference(whole(parameter), reference.get_parameter(name)) < 1e-9, name
+    return found
+
+
+@pytest.mark.parametrize("from_the_start", [False, True])
+def test_losses_are_those_of_one_process_across_a_refinement(from_the_start: bool) -> None:
+    found, other = run(2, trains_on_under_another_plan, from_the_start)
+    assert found == other
+    table = str(found)
+    assert "needs more memory" not in table and max(map(len, table.splitlines()[1:])) <= 110
+    assert {"compute, forward", "all_gather, world, a MiB"} <= {name for name, _, _ in found.figures}
+
+
+def keeps_a_plan_that_was_given() -> str:
+    made_before = made().plan
+    model = OSDP(net(), plan=made_before)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model.refine(optimizer)
+    for index in range(SETTLING + RECORDED + 2):
+        step_on(model, optimizer, index, SEEN)
+    assert model.plan is made_before
+    assert model.refinement is not None and model.refinement.switches == 0
+    return model.refinement.reason
+
+
+def test_a_plan_that_was_given_is_kept() -> None:
+    for reason in run(2, keeps_a_plan_that_was_given):
+        assert reason.startswith("the plan was given, and is kept: the plan that runs needs more memory")
+
+
+class Unknown:
+    """No optimizer of torch."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.parameters = list(model.parameters())
+
+    def step(self) -> None:
+        with torch.no_grad():
+            for parameter in self.parameters:
+                if parameter.grad is not None:
+                    parameter.sub_(parameter.grad, alpha=0.01)
+                    parameter.grad = None
+
+
+def steps_by_an_unknown_optimizer() -> list[str]:
+    model = made(refine=True)
+    optimizer, said = Unknown(model), []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("osdp.refining")
+    logger.addHandler(handler)
+    try:
+        for index in range(60):
+            loss_of(model(batch_of(index, PLANNED))).backward()
+            optimizer.step()
+    finally:
+        logger.removeHandler(handler)
+    assert model.refinement is None
+    return said
+
+
+def test_an_optimizer_that_is_not_known_is_told_of_once() -> None:
+    said, other = run(2, steps_by_an_unknown_optimizer)
+    assert len(said) == 1 and "no optimizer of torch.optim has stepped" in said[0]
+    assert other == []
+
+
+def refuses() -> list[str]:
+    model = made()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    said = []
+
+    def refused(call: Any, error: type[Exception]) -> None:
+        with pytest.raises(error) as caught:
+            call()
+        said.append(" ".join(str(caught.value).split()))
+
+    none: Any = None
+    refused(lambda: model.refine(none), TypeError)
+    foreign = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+    refused(lambda: model.refine(foreign), ValueError)
+    refused(lambda: model.refine(optimizer, steps=0), ValueError)
+    refused(lambda: model.refine(optimizer, steps=1 + dist.get_rank()), ValueError)
+    with model.no_sync():
+        refused(lambda: model.refine(optimizer), RuntimeError)
+    loss_of(model(batch_of(0, PLANNED))).backward()
+    refused(lambda: model.refine(optimizer), RuntimeError)
+    optimizer.step()
+    refused(lambda: model.refine(foreign), ValueError)
+    # On one rank alone: the others say so as well.
+    mine = optimizer if dist.get_rank() else none
+    refused(lambda: model.refine(mine), ValueError)
+    by_hand: Plan = plan_by_hand(net(), model.plan.modes, dist.get_world_size())
+    other = OSDP(net(), plan=by_hand)
+    refused(lambda: other.refine(torch.optim.SGD(other.parameters(), lr=0.1)), ValueError)
+    return said
+
+
+def test_what_cannot_be_refined_is_refused_on_all_ranks() -> None:
+    said, other = run(2, refuses)
+    for lines in (said, other):
+        for line, part in zip(
+            lines,
+            (
+                "not NoneType", "no parameter of this model", "at least 1, not 0", "same number of steps",
+                "between two steps, but it is inside of no_sync()", "between two steps, but there are",
+                "no parameter of this model", "rank 0: TypeError", "does not contain what it was",
+            ),
+            strict=True,
+        ):  # fmt: skip
+            assert part in line
