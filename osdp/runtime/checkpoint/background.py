@@ -15,7 +15,7 @@ from osdp.comm.objects import has_process_group, is_first
 from osdp.plan.plan import Plan
 from osdp.runtime.ranks.shared_faults import raise_together
 from osdp.text import format_bytes
-from osdp.torch_private.dtensor import mesh_on_host
+from osdp.torch_private.dtensor import mesh_on_host, wrap_like
 
 logger = logging.getLogger(__name__)
 
@@ -83,6 +83,8 @@ def _copied(value: Any) -> Any:
         return type(value)(map(_copied, value))
     if isinstance(value, DTensor):
         local = _copied(value.to_local())
+        if value.device_mesh.device_type == "cpu":
+            return wrap_like(local, value)
         return DTensor.from_local(
             local,
             mesh_on_host(value.device_mesh),
