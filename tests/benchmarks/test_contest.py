@@ -5,7 +5,15 @@ from itertools import combinations, product
 
 import pytest
 
-from benchmarks.contest import CASE_NAMES, HELD_BACK, NUM_ROWS, is_narrow, over_best_rival, summarize
+from benchmarks.contest import (
+    CASE_NAMES,
+    HELD_BACK,
+    NUM_ROWS,
+    _put_aside,
+    is_narrow,
+    over_best_rival,
+    summarize,
+)
 from benchmarks.support.candidates import given_device
 from benchmarks.support.contest.design import FRACTIONS, NETWORKS, WORLD_SIZES, draw, pairs
 from benchmarks.support.contest.greedy import greedy_prediction
@@ -80,3 +88,12 @@ def test_a_row_over_its_limit_and_a_wrong_loss_are_counted() -> None:
     marked = summarize([row, wrong | {"held_back": True}])
     assert marked["worst_over_best_rival"] == 0.9
     assert marked["held_back_worst_over_best_rival"] == marked["held_back_median_over_best_rival"] == 1.2
+
+
+def test_plans_are_written_beside_the_result_and_not_into_it(tmp_path):
+    row = {"name": "mlp, 200 Mbit/s, 2 ranks, 0.3", "plan": "{}", "units": 2}
+    _put_aside(row, tmp_path / "contest.json")
+    assert row == {"name": "mlp, 200 Mbit/s, 2 ranks, 0.3", "units": 2}
+    assert (tmp_path / "contest.plans" / "mlp, 200 Mbit per s, 2 ranks, 0.3.json").read_text() == "{}"
+    _put_aside(row, tmp_path / "contest.json")  # a row without a plan, of a limit that none fits
+    _put_aside({"name": "a", "plan": "{}"}, None)  # nobody asked for a file
