@@ -66,6 +66,7 @@ class Stepped:
             ValueError: The batch is smaller than ``num_microbatches`` or differs between ranks that share it,
                 the schedule cannot run, or the sequences cannot be cut in this way.
         """
+        self._before_step()
         slicing = None
         if token_slices is None:
             token_slices = self.plan.token_slices
@@ -76,6 +77,9 @@ class Stepped:
         return self._steps.train_step(
             inputs, targets, loss_fn, num_microbatches=num_microbatches, schedule=schedule, slicing=slicing
         )
+
+    def _before_step(self) -> None:
+        """Called before the forward of a step: where a model may go on under another plan."""
 
     @cached_property
     def _slicer(self) -> "Slicer":

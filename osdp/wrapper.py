@@ -217,9 +217,12 @@ class OSDP(Stepped, Wrapped, PlannedModule, nn.Module):
             RuntimeError: It is cut into stages, of which this rank has only some.
         """
         self._check_alone()
+        self._before_step()
+        return self._applied.forward(*args, **kwargs)
+
+    def _before_step(self) -> None:
         if self._refiner is not None:
             self._refiner.before_forward()
-        return self._applied.forward(*args, **kwargs)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Backwards inside keep their gradients; the first one outside reduces them all.

@@ -104,6 +104,34 @@ def test_losses_are_those_of_one_process_across_a_refinement(from_the_start: boo
     assert {"compute, forward", "all_gather, world, a MiB"} <= {name for name, _, _ in found.figures}
 
 
+def train_step_refines() -> list[float]:
+    model = made(refine=True)
+    first = model.plan
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses = []
+    for index in range(36):
+        optimizer.zero_grad()
+        batch = batch_of(10 * index + dist.get_rank(), SEEN)
+        losses.append(model.train_step(batch, loss_fn=loss_of).item())
+        optimizer.step()
+    assert model.refinement is not None and model.refinement.switches >= 1
+    assert model.plan != first and model.plan.local_batch == SEEN
+    return losses
+
+
+def test_train_step_refines_as_a_loop_of_ones_own_does() -> None:
+    found, other = run(2, train_step_refines)
+    reference = net()
+    stepped = torch.optim.AdamW(reference.parameters(), lr=1e-3)
+    for index, loss in enumerate(found):
+        stepped.zero_grad()
+        mean = sum(loss_of(reference(batch_of(10 * index + rank, SEEN))) for rank in range(2)) / 2
+        assert isinstance(mean, torch.Tensor) and abs(mean.item() - loss) < 1e-9
+        mean.backward()
+        stepped.step()
+    assert found == other
+
+
 def keeps_a_plan_that_was_given() -> str:
     made_before = made().plan
     model = OSDP(net(), plan=made_before)

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from osdp import codec
 from osdp.codec import Savable
 
-#: FlashAttention-2 over what is specified of an A100: 0.5 to 0.73 by its length and head size (Dao,
-#: arXiv:2307.08691, abstract).
+#: FlashAttention-2 over what is specified of an A100: the middle of 0.5 to 0.73, which depend on length and
+#: head size (Dao, arXiv:2307.08691, abstract).
 ATTENTION_SHARE = 0.62
 
 #: Best matrix product of an A100-SXM over what is specified: 267.9 of 312 TFLOP/s (S. Bekman, ml-engineering,

@@ -3,9 +3,9 @@
 Megatron-LM's bytes are those of its guide to the distributed optimizer: 18 per parameter in bfloat16 (6 and
 12 that are sharded), 20 in float16 (4 and 16). Its kernel of SwiGLU, on by default, saves its input alone
 (``megatron/core/fusions/fused_bias_swiglu.py``). FSDP of PyTorch keeps sharded parameters, gradients and
-moments in float32, which are 16; torchtitan reduces gradients in float32. DeepSpeed's bytes in float16
-are those of Rajbhandari et al. (SC 2020, section 3.1); in bfloat16
-it accumulates in float32, as the runs of BLOOM did.
+moments in float32, which are 16; torchtitan reduces gradients in float32. DeepSpeed's bytes in float16 are
+those of Rajbhandari et al. (SC 2020, section 3.1); in bfloat16 it accumulates in float32, as the runs of
+BLOOM did.
 """
 
 from dataclasses import dataclass, replace

@@ -191,16 +191,7 @@ def _layer(
         Gemm(length, seen, shape.width, samples * heads, flash, width),
         Gemm(length, shape.width, seen, samples * heads, flash, width),
     ) * attentions
-    gemms = (
-        *(
-            Gemm(tokens, queries + 2 * keys, shape.hidden, width=width),
-            Gemm(tokens, shape.hidden, queries, width=width),
-        )
-        * attentions,
-        *scores,
-        Gemm(tokens, ups * inner, shape.hidden, width=width),
-        Gemm(tokens, shape.hidden, inner, width=width),
-    )
+    gemms = (*_projections(shape, tokens, tp, width, attentions), *scores)
     wide = tokens * width
     # 3. Bytes saved for backward. Split over tp ranks: queries, keys, values, attention's output and the
     # tensors inside the feed-forward block.
@@ -248,6 +239,23 @@ def _layer(
         working_bytes=2 * stream + wide * (ups * inner + queries + 2 * keys),
         output_bytes=input_bytes,
         cache_bytes=2 * wide * keys,
+    )
+
+
+def _projections(
+    shape: TransformerShape, tokens: int, tp: int, width: int, attentions: int
+) -> tuple[Gemm, ...]:
+    """Matrix products of a layer whose weights are split over the tensor-parallel ranks."""
+    queries, inner = shape.heads // tp * shape.width, shape.inner // tp
+    keys = max(shape.key_heads // tp, 1) * shape.width
+    of_attention = (
+        Gemm(tokens, queries + 2 * keys, shape.hidden, width=width),
+        Gemm(tokens, shape.hidden, queries, width=width),
+    )
+    return (
+        *of_attention * attentions,
+        Gemm(tokens, (2 if shape.gated else 1) * inner, shape.hidden, width=width),
+        Gemm(tokens, shape.hidden, inner, width=width),
     )
 
 
