@@ -29,7 +29,7 @@ from osdp.refine.measurement import CollectiveTime, StepMeasurement, StretchTime
 from osdp.refine.next_plan import LEAST_GAIN, NextPlan, next_plan
 from osdp.refine.refinement import Refinement
 from osdp.refine.stretches import stretches_of
-from osdp.runtime.optimizer_check import OptimizerCheck
+from osdp.runtime.optimizer.check import OptimizerCheck
 from osdp.runtime.ranks.agreement import check_together
 from osdp.runtime.ranks.control import Control
 from osdp.runtime.ranks.participants import GATHER, REDUCE

@@ -35,7 +35,7 @@ from osdp.runtime.module.moved import check_not_moved
 from osdp.runtime.module.plain import Wrapped, check_plain
 from osdp.runtime.module.plain_states import laid_out_like
 from osdp.runtime.module.replaced import PlainParameters
-from osdp.runtime.optimizer_check import OptimizerCheck
+from osdp.runtime.optimizer.check import OptimizerCheck
 from osdp.runtime.running import RunningModel
 from osdp.runtime.sharding.backward_pass import Backwards
 from osdp.runtime.sharding.module_api import PlannedModule

@@ -14,7 +14,7 @@ from osdp import OSDP
 from osdp.plan.sharding import Mode
 from tests.helpers.distributed import run
 from tests.helpers.plans import plan_by_hand
-from tests.runtime.test_optimizer_check import (
+from tests.runtime.optimizer.test_check import (
     PLANS,
     STEPS,
     assert_trained,

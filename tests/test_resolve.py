@@ -14,7 +14,7 @@ from osdp.inputs import resolve_description
 from osdp.profiler.roofline import estimate
 from tests.helpers.distributed import run
 from tests.helpers.nets import Net, WithLoss, tokens
-from tests.runtime.test_optimizer_check import Records
+from tests.runtime.optimizer.test_check import Records
 
 LIMIT = 2**28
 

@@ -66,7 +66,8 @@ class OptimizerProfile:
 
     Attributes:
         per_tensor: Seconds per parameter that is a plain tensor: those of plans that shard nothing.
-        per_dtensor: Seconds per parameter that is a DTensor: those of all other plans.
+        per_dtensor: Seconds per parameter that is a DTensor, of which the local tensor is stepped: those of
+            all other plans.
         per_byte: Seconds per byte of local parameters.
         spread: How far the measured steps differ, as in :class:`SegmentProfile`.
     """

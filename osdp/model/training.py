@@ -355,6 +355,18 @@ def unsupported_step(optimizer: "Optimizer") -> str | None:
     return None
 
 
+def is_elementwise(optimizer: "Optimizer") -> bool:
+    """Whether the step is that of one of :data:`OPTIMIZERS`, each of which treats elements one by one."""
+    base = _torch_optim_class(optimizer)
+    return (
+        base is not None
+        and base.__name__ in OPTIMIZERS
+        and inspect.unwrap(type(optimizer).step) is inspect.unwrap(base.step)
+        and getattr(type(optimizer), "_init_group", None) is getattr(base, "_init_group", None)
+        and not _any(optimizer.param_groups, "differentiable")
+    )
+
+
 def _torch_optim_class(optimizer: "Optimizer") -> "type[Optimizer] | None":
     """The nearest ``torch.optim`` class among the optimizer's bases, found without importing torch."""
     for base in type(optimizer).__mro__:

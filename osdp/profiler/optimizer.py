@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from osdp.profiler.cache import MeasurementCache
 from osdp.profiler.links.machine import hardware
 from osdp.profiler.links.timing import relative_spread, time_run, trimmed_mean
 from osdp.profiler.stopwatch import compute_clock
+from osdp.torch_private.dtensor import wrap_like
+from osdp.torch_private.local_step import step_local_tensors
 
 #: (number of tensors, elements of each): many small ones for the cost per tensor, a few large ones for the
 #: cost per byte. The large ones, with gradients and optimizer states, are several times larger than caches.
@@ -128,17 +131,20 @@ def _step_seconds(
     Measures for about ``seconds``, with at least 3 and at most 50 steps.
     """
     optimizer = make_optimizer(training, parameters)
+    # The runtime steps the local tensors of DTensors.
+    is_sharded = isinstance(parameters[0], DTensor)
+    step = partial(step_local_tensors, optimizer, wrap_like) if is_sharded else optimizer.step
     device = parameters[0].device
     # Warm up; RAdam changes its formula after the fifth step.
     for _ in range(6 if training.optimizer == "RAdam" else 2):
-        optimizer.step()
+        step()
     group = None if mesh is None else mesh.get_group(mesh.ndim - 1)
     clock = compute_clock() if device.type == "cpu" else time.perf_counter
-    first = time_run(optimizer.step, device, group, clock)
+    first = time_run(step, device, group, clock)
     if mesh is not None:
         # All ranks take as many steps.
         slowest = torch.tensor(first, dtype=torch.float64, device=device_of(mesh))
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)
         first = float(slowest)
     count = min(50, max(3, int(seconds / max(first, 1e-9))))
-    return [time_run(optimizer.step, device, group, clock) for _ in range(count)]
+    return [time_run(step, device, group, clock) for _ in range(count)]

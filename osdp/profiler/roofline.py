@@ -16,9 +16,10 @@ from osdp.model.training import FOR_LOOP, FUSED, Training
 #: core of an AMD EPYC with torch 2.13 in 2026-11 (``python -m timeit`` measures it again).
 LAUNCH_SECONDS = 1e-5
 
-#: The same on DTensors, as in optimizer steps: a for-loop step of AdamW took 172 us a tensor, a foreach step
-#: 22 and a fused one 14, on the same machine and date (:func:`osdp.profiler.optimizer.profile_optimizer`).
-DTENSOR_LAUNCH_SECONDS = 2e-5
+#: Seconds to give an optimizer the local tensors of one DTensor and its states: steps of AdamW and SGD took 4
+#: to 7 us a tensor more than on plain ones, on the same machine
+#: (:func:`osdp.profiler.optimizer.profile_optimizer`).
+LOCAL_STEP_SECONDS = 6e-6
 
 #: A step of AdamW written as separate kernels: decay, lerp, mul, addcmul, sqrt, div, add, addcdiv.
 _STEP_KERNELS = 8
@@ -89,7 +90,7 @@ def estimate_optimizer(training: Training, kind: str, memory_bandwidth: float) -
     kernels = _STEP_KERNELS if implementation == FOR_LOOP else 1
     return OptimizerProfile(
         per_tensor=kernels * LAUNCH_SECONDS,
-        per_dtensor=kernels * DTENSOR_LAUNCH_SECONDS,
+        per_dtensor=kernels * LAUNCH_SECONDS + LOCAL_STEP_SECONDS,
         per_byte=traffic * unfused / memory_bandwidth,
     )
 

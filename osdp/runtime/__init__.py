@@ -21,7 +21,7 @@ Start at :func:`osdp.runtime.running.apply`. Knows plans and torch, not how plan
 - ``replay``: what a forward finds in addition to its arguments, so that a second run finds the same
 - ``mesh``: the mesh of the data-parallel ranks
 - ``meta_init``: real values for models built on ``meta``
-- ``optimizer_check``: whether the optimizer does what model and plan need
+- ``optimizer``: the user's optimizers
 - ``module``: the user's module: its parameters, outputs, hooks and state dicts
 - ``ranks``: what the ranks of a model agree on
 - ``checkpoint``: saving and loading

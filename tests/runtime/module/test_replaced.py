@@ -16,7 +16,7 @@ from osdp.runtime.checkpoint import set_train_state, train_state
 from tests.helpers.distributed import run
 from tests.helpers.nets import Net, loss_of, tokens
 from tests.helpers.plans import plan_by_hand
-from tests.runtime.test_optimizer_check import (
+from tests.runtime.optimizer.test_check import (
     PLANS,
     TOLERANCE,
     assert_trained,

@@ -18,9 +18,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.hooks import RemovableHandle
 
 from osdp.errors import NoGradientError, PlanMismatchError
-from osdp.model.training import Training, unsupported_step
+from osdp.model.training import Training, is_elementwise, unsupported_step
 from osdp.runtime.measured_steps import MeasuredSteps
 from osdp.runtime.module.replaced import Replaced
+from osdp.runtime.optimizer.local_steps import LocalSteps
 from osdp.runtime.running import RunningModel
 
 logger = logging.getLogger(__name__)
@@ -55,6 +56,7 @@ class OptimizerCheck:
         self._known: weakref.WeakKeyDictionary[Optimizer, list[int]] = weakref.WeakKeyDictionary()
         #: Those that have stepped on the model, under this plan or an earlier one.
         self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._local_steps: weakref.WeakKeyDictionary[Optimizer, LocalSteps] = weakref.WeakKeyDictionary()
         self._had_gradients = False
         self._told_surplus = False
         self._handles = _hook_up(self)
@@ -68,6 +70,8 @@ class OptimizerCheck:
         """Check no more steps; returns the parameters that were replaced."""
         for handle in self._handles:
             handle.remove()
+        for steps in self._local_steps.values():
+            steps.close()
         return self._replaced
 
     def remember(self, stepped: Iterable[Optimizer]) -> None:
@@ -97,6 +101,10 @@ class OptimizerCheck:
             self._look_for_gradients(optimizer)
         if self._is_over_mine(optimizer):
             self._running.free_copies()
+            if optimizer not in self._local_steps and is_elementwise(optimizer):
+                self._local_steps[optimizer] = LocalSteps(optimizer)
+            if optimizer in self._local_steps:
+                self._local_steps[optimizer].put_innermost(optimizer)
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Gather what ``optimizer`` has updated in shards, so that each rank can evaluate by itself."""

@@ -1,0 +1,7 @@
+"""The user's optimizers, which the wrapper never receives: hooks of ``torch.optim`` find them.
+
+Start at :class:`osdp.runtime.optimizer.check.OptimizerCheck`.
+
+- ``check``: whether the optimizer does what model and plan need
+- ``local_steps``: elementwise optimizers step the local tensors of DTensors
+"""
