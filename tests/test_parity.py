@@ -295,7 +295,7 @@ def faults(case: Case, wanted: Trained) -> list[str]:
     low = "bfloat16" in ((case.dtypes[1] or case.dtypes[0]) or "")
     # The gradient of an input is a sum over slices, each rounded to bfloat16 before it is added.
     low = low or (case.slices > 1 and case.dtypes[0] == "bfloat16")
-    tolerance = 4 * dist.get_world_size() * 2**-8 if low else TOLERANCE
+    tolerance = 4 * dist.get_world_size() * case.slices * 2**-8 if low else TOLERANCE
     found = []
     for step, (got, want) in enumerate(zip(losses, want_losses[dist.get_rank()], strict=True)):
         if abs(got - want) > tolerance * abs(want):
