@@ -1,10 +1,11 @@
-"""``torch.distributed``: collectives, stores, and random states shared by ranks."""
+"""``torch.distributed``: collectives, flat buffers, stores, and random states shared by ranks."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._utils import _unflatten_dense_tensors
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
@@ -18,6 +19,7 @@ __all__ = [
     "reduce_scatter",
     "same_random_numbers",
     "store_of",
+    "views_like",
 ]
 
 #: torch renamed them in 2.13, and warns about the old names.
@@ -28,6 +30,16 @@ reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
     """Name of the backend by which ``group`` moves tensors on ``device``, such as ``"gloo"``."""
     return str(group._get_backend(device).name())
+
+
+def views_like(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Parts of a flat tensor, one after the other, with the shapes and strides of dense ``tensors``."""
+    # In one call: made one by one, they took a third of the time that gradients take in a bucket.
+    views = list(_unflatten_dense_tensors(flat, tensors))
+    for index, (view, tensor) in enumerate(zip(views, tensors, strict=True)):
+        if view.stride() != tensor.stride():
+            views[index] = view.as_strided(tensor.shape, tensor.stride(), view.storage_offset())
+    return views
 
 
 def number_of_groups() -> int:

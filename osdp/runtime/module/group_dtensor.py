@@ -54,6 +54,8 @@ class GroupDTensor(DTensor):
     dtype = _attribute("dtype")
     device = _attribute("device")
     _version = _attribute("_version")
+    _backward_hooks = _attribute("_backward_hooks")
+    _post_accumulate_grad_hooks = _attribute("_post_accumulate_grad_hooks")
 
     @classmethod
     @not_compiled

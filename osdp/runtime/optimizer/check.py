@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
@@ -97,12 +98,12 @@ class OptimizerCheck:
             self._look_at(optimizer)
             self._known[optimizer] = _identities(optimizer)
             self._stepped.add(optimizer)
+            if optimizer not in self._local_steps and is_elementwise(optimizer) and _has_dtensors(optimizer):
+                self._local_steps[optimizer] = LocalSteps(optimizer)
         if not self._had_gradients:
             self._look_for_gradients(optimizer)
         if self._is_over_mine(optimizer):
             self._running.free_copies()
-            if optimizer not in self._local_steps and is_elementwise(optimizer):
-                self._local_steps[optimizer] = LocalSteps(optimizer)
             if optimizer in self._local_steps:
                 self._local_steps[optimizer].put_innermost(optimizer)
 
@@ -172,6 +173,10 @@ class OptimizerCheck:
 
 def _identities(optimizer: Optimizer) -> list[int]:
     return [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _has_dtensors(optimizer: Optimizer) -> bool:
+    return any(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"])
 
 
 def _hook_up(check: OptimizerCheck) -> tuple[RemovableHandle, RemovableHandle]:

@@ -92,7 +92,10 @@ class BackwardPass:
         self._accumulation = Accumulation(self._give_up)
         self._trainable = parameters.trainable
         self._trainable_at_first = frozenset(self._trainable)
+        #: Names of the parameters whose gradients are to be reduced, until settings change.
+        self._due: tuple[str, ...] | None = None
         self._watched: set[int] = set()
+        self._watched_for: tuple[str, ...] | None = None
         lockstep.on_backward = self.begin
         parameters.report_to(self._on_gradient)
         self.watch_replicated()
@@ -137,6 +140,9 @@ class BackwardPass:
 
     def watch_replicated(self) -> None:
         """Register gradient hooks on the replicated parameters that are trainable at present."""
+        if self._watched_for is self._trainable:
+            return
+        self._watched_for = self._trainable
         for parameter in self._replicated:
             if parameter.compute.requires_grad and id(parameter) not in self._watched:
                 parameter.compute.register_post_accumulate_grad_hook(
@@ -146,6 +152,7 @@ class BackwardPass:
 
     def follow_settings(self) -> None:
         """Apply the gradient settings of all parameters, from the next backward on."""
+        self._due = None
         self._lockstep.syncs = any(parameter.path.syncs for parameter in self._parameters)
         self._reducer.follow_settings()
         self._in_slices.follow_settings()
@@ -259,7 +266,9 @@ class BackwardPass:
             self._lockstep.leave()
         # While the last all-reduces are under way.
         self._replicated.swap_out()
-        due = [p.name for p in self._parameters if p.path.syncs and p.stored.requires_grad]
+        if self._due is None:
+            self._due = tuple(p.name for p in self._parameters if p.path.syncs and p.stored.requires_grad)
+        due = self._due
         if not due:
             # None is reduced (no_sync): sharded and replicated units keep what they have.
             self._deliver(())

@@ -35,6 +35,7 @@ from osdp.comm.collectives import PartExchange
 from osdp.comm.messages import Pending
 from osdp.runtime.sharding.gradients import AllReduceHook
 from osdp.runtime.sharding.replicated import ParameterSteppedInShards, ReplicatedParameter
+from osdp.torch_private.distributed import views_like
 from osdp.torch_private.dtensor import wrap_like
 
 
@@ -120,7 +121,8 @@ class Bucket:
         self._gradient_numel = sum(sizes)
         self._numel = self._gradient_numel + num_flags
         self._flat: torch.Tensor | None = None
-        self._views: dict[int, torch.Tensor] = {}
+        #: The part of each parameter in it; empty until they are needed.
+        self._views: list[torch.Tensor] = []
         #: Earlier gradients that are not the bucket's memory, by index, for as long as users hold them.
         self._earlier: dict[int, weakref.ref[torch.Tensor]] = {}
         self._content = [_Content.NOTHING] * len(sizes)
@@ -221,7 +223,7 @@ class Bucket:
             if flat.dtype != self._stored_dtype:
                 # One cast for all; the gradients handed out are views of its result.
                 self._flat = gradients.to(self._stored_dtype)
-                self._views.clear()
+                self._views = []
             views = [self._view(index) for index in range(len(self.parameters))]
             content, earlier = self._content, self._earlier
             # Before users' hooks run: they may already start another pass with these parameters.
@@ -236,7 +238,7 @@ class Bucket:
         if self._work is not None and not self._work.is_completed():
             self._reduction.finish(self._work)
         self._flat = None
-        self._views.clear()
+        self._views = []
         self._earlier = {}
         self._work = None
         self.started = False
@@ -342,15 +344,11 @@ class Bucket:
         return first.as_strided((self._numel,), (1,), 0)
 
     def _view(self, index: int) -> torch.Tensor:
-        view = self._views.get(index)
-        if view is None:
-            flat = self._flat
-            assert flat is not None
-            compute = self.parameters[index].compute
-            offset = flat.storage_offset() + self._offsets[index]
-            view = flat.as_strided(compute.shape, compute.stride(), offset)
-            self._views[index] = view
-        return view
+        if not self._views:
+            assert self._flat is not None
+            gradients = self._flat[: self._gradient_numel]
+            self._views = views_like(gradients, [parameter.compute for parameter in self.parameters])
+        return self._views[index]
 
 
 def _scaled_copy(grad: torch.Tensor, scale: float, out: torch.Tensor) -> None:

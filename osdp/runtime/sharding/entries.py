@@ -182,6 +182,8 @@ class Entries:
         # Dynamo traces this as a constant: what is compiled is not called from outside.
         if torch.compiler.is_compiling():
             return None
+        if self._is_inside(module):
+            return self._cast(args, kwargs) if module in self._casting else None
         self._notice_failed_call(module)
         if self._module is None:
             args, kwargs = self._before(module, args, kwargs)
@@ -190,6 +192,11 @@ class Entries:
         if module not in self._casting:
             return args, kwargs
         return self._cast(args, kwargs)
+
+    def _is_inside(self, module: nn.Module) -> bool:
+        """Whether this is surely a call inside that of another module, as nearly all are: the cheap test."""
+        called = self._module
+        return called is not None and self._caller is None and module is not called
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._module is None and not self._is_closed:
