@@ -12,16 +12,20 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from osdp.model.training import OPTIMIZERS, Training
 from osdp.profiler.optimizer import make_optimizer
+from osdp.torch_private.dtensor import wrap_like
+from osdp.torch_private.local_step import step_local_tensors
 
 #: Elements of the parameters. A large one first and one last tell apart what is proportional to all bytes, to
 #: the largest tensor, and to the tensor before the one at hand.
@@ -112,15 +116,18 @@ def measure(
     """Count one optimizer on parameters of ``sizes`` elements that ``make`` creates on CPU."""
     parameters = [nn.Parameter(make(size)) for size in sizes]
     optimizer = build(training, parameters)
+    # As the runtime steps DTensors.
+    is_sharded = isinstance(parameters[0], DTensor)
+    step = partial(step_local_tensors, optimizer, wrap_like) if is_sharded else optimizer.step
     for _ in range(_WARM_UP):
-        optimizer.step()
+        step()
     state = [t for entry in optimizer.state.values() for t in entry.values() if isinstance(t, torch.Tensor)]
     counter = LiveStorages()
     for tensor in (*parameters, *(p.grad for p in parameters), *state):
         counter.track(tensor)
     resting = counter.live
     with counter:
-        optimizer.step()
+        step()
     local = [getattr(p, "_local_tensor", p) for p in parameters]
     nbytes = [tensor.numel() * tensor.element_size() for tensor in local]
     return Row(

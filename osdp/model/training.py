@@ -49,7 +49,7 @@ class OptimizerCost:
         scalar_bytes: Bytes of 0-dim optimizer states (``step`` and the like) per parameter tensor.
         temporaries: Temporaries by set of options that change them; the empty set is without options.
         options: Supported options that change its memory.
-        fused: Whether its fused step accepts DTensor parameters.
+        fused: Whether torch has a fused step of it.
     """
 
     states: int
@@ -79,6 +79,7 @@ OPTIMIZERS: dict[str, OptimizerCost] = {
             nesterov_and_weight_decay=Temporaries(((2, 0),), 1),
         ),
         options=("momentum", "nesterov", "weight_decay"),
+        fused=True,
     ),
     "Adam": OptimizerCost(
         states=2,
@@ -95,6 +96,7 @@ OPTIMIZERS: dict[str, OptimizerCost] = {
         states=1,
         scalar_bytes=4,
         temporaries=_variants(Temporaries(((1, 1),), 2), weight_decay=Temporaries(((2, 1),), 2)),
+        fused=True,
     ),
     "Adadelta": OptimizerCost(
         states=2,
@@ -203,7 +205,7 @@ class Training:
             faults.append("nesterov needs momentum")
         if self.fused and not cost.fused:
             fused = ", ".join(name for name, other in OPTIMIZERS.items() if other.fused)
-            faults.append(f"{self.optimizer} has no fused step for DTensor parameters; {fused} have one")
+            faults.append(f"{self.optimizer} has no fused step; {fused} have one")
         return faults
 
     @classmethod
@@ -348,11 +350,7 @@ def unsupported_step(optimizer: "Optimizer") -> str | None:
     if base is None or inspect.unwrap(type(optimizer).step) is not inspect.unwrap(base.step):
         return None
     name = base.__name__
-    if name in UNSUPPORTED:
-        return f"{name}: {UNSUPPORTED[name]}"
-    if name in OPTIMIZERS and not OPTIMIZERS[name].fused and _any(optimizer.param_groups, "fused"):
-        return f"{name}(fused=True): it has no fused step for DTensor parameters; foreach=True has one"
-    return None
+    return f"{name}: {UNSUPPORTED[name]}" if name in UNSUPPORTED else None
 
 
 def is_elementwise(optimizer: "Optimizer") -> bool:

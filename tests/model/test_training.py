@@ -46,16 +46,16 @@ def test_dtensor_parameters_need_the_same(training: Training, mesh) -> None:
         assert row.agrees, row
 
 
-@pytest.mark.parametrize("name", [name for name, cost in OPTIMIZERS.items() if not cost.fused])
-def test_refused_fused_steps_do_not_work_on_dtensors(name: str, mesh) -> None:
-    from torch.distributed.tensor import DTensor, Shard
-
-    with pytest.raises(ValueError, match=f"{name} has no fused step.*Adam, AdamW"):
+@pytest.mark.parametrize("name", list(OPTIMIZERS))
+def test_fused_steps_are_those_of_torch(name: str) -> None:
+    parameter = nn.Parameter(torch.zeros(4))
+    if OPTIMIZERS[name].fused:
+        getattr(torch.optim, name)([parameter], fused=True)
+        return
+    with pytest.raises(ValueError, match=f"{name} has no fused step.*SGD, Adam, AdamW, Adagrad"):
         Training(optimizer=name, fused=True)
-    parameter = nn.Parameter(DTensor.from_local(torch.randn(4, 4), mesh, [Shard(0)], run_check=False))
-    parameter.grad = torch.zeros_like(parameter)
-    with pytest.raises((TypeError, NotImplementedError, RuntimeError)):
-        getattr(torch.optim, name)([parameter], fused=True).step()
+    with pytest.raises(TypeError, match="fused"):
+        getattr(torch.optim, name)([parameter], fused=True)
 
 
 @pytest.mark.parametrize("name", ["Adafactor", "Rprop"])
@@ -164,7 +164,7 @@ def test_classes_whose_home_is_the_package_are_recognised(name: str) -> None:
 def test_mismatch_of_what_cannot_be_planned_for() -> None:
     parameters = [nn.Parameter(torch.zeros(4))]
     assert "capturable=True" in Training().mismatch(torch.optim.AdamW(parameters, capturable=True))[0]
-    assert "Rprop" in Training().mismatch(torch.optim.Rprop(parameters))[0]
+    assert "Muon" in Training().mismatch(torch.optim.Muon([nn.Parameter(torch.zeros(4, 4))]))[0]
 
     class Own(torch.optim.Optimizer):
         pass

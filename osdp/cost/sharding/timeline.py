@@ -359,7 +359,7 @@ def _recompute(
 
 
 def _whole_blocks(chain: Sequence[Operator]) -> list[tuple[str, int, int]]:
-    """Blocks of several contiguous operators: FQN, first operator and one past the last."""
+    """Blocks of contiguous operators: FQN, first operator and one past the last."""
     runs: list[tuple[str, int, int]] = []
     for index, operator in enumerate(chain):
         if operator.block is None:
@@ -369,7 +369,7 @@ def _whole_blocks(chain: Sequence[Operator]) -> list[tuple[str, int, int]]:
         else:
             runs.append((operator.block, index, index + 1))
     names = [block for block, _, _ in runs]
-    return [run for run in runs if names.count(run[0]) == 1 and run[2] - run[1] > 1]
+    return [run for run in runs if names.count(run[0]) == 1]
 
 
 def _nbytes(outputs: Sequence[TensorSpec]) -> int:

@@ -140,7 +140,8 @@ def build_space(
     Returns:
         The candidates.
     """
-    bounds, allowed, two_step = item_bounds(chain), options.allowed, options.two_step
+    again = recompute if options.recompute and len(recompute) else [False] * len(chain)
+    bounds, allowed, two_step = item_bounds(chain, again), options.allowed, options.two_step
     # 1. Strategies of unsliced units: flat over all ranks, then those of the other shard groups.
     flat = (NO_SHARD, SHARD_OPTIMIZER, SHARD_GRAD_OP, FULL_SHARD) if not two_step else (NO_SHARD,)
     alone = bool(groups) and groups[0].num_shards == 1  # where SHARD_OPTIMIZER is NO_SHARD
@@ -176,7 +177,7 @@ def build_space(
     columns, inner, begin = [np.zeros((0, 3), dtype=np.int64)], [], 0
     index: dict[UnitStrategy, int] = {}
     for first, end in pairwise(bounds):
-        key = tuple(facts[first:end]), bool(options.recompute and len(recompute) and recompute[first])
+        key = tuple(facts[first:end]), bool(again[first])
         if key not in known:
             found = _item_candidates(key[0], unsliced, root_strategy, recompute=key[1])
             found += _offloaded(found) if options.offload else []
@@ -270,13 +271,20 @@ def _cut_weight(operator: Operator) -> Parameter | None:
     return next((parameter for parameter in operator.parameters if parameter.name == name), None)
 
 
-def item_bounds(chain: Sequence[Operator]) -> tuple[int, ...]:
-    """First operator of each item, and the number of operators."""
+def item_bounds(chain: Sequence[Operator], recompute: Sequence[bool] | Bools = ()) -> tuple[int, ...]:
+    """First operator of each item, and the number of operators.
+
+    Args:
+        chain: Operators in trace order.
+        recompute: Whether each is the first of a block that may be recomputed, which is an item of its own
+            even if it consists of one operator; none if empty.
+    """
     sizes = Counter(operator.block for operator in chain if operator.block is not None)
     bounds = [0]
     for k in range(1, len(chain)):
         before, block = chain[k - 1].block, chain[k].block
         both_loose = all(name is None or sizes[name] == 1 for name in (before, block))
+        both_loose = both_loose and not any(recompute[k - 1 : k + 1])
         stays = both_loose and k - bounds[-1] < LONGEST_STRETCH
         if not stays and (block is None or block != before):
             bounds.append(k)

@@ -14,7 +14,7 @@ from osdp.cost.sharding.simulate import simulate_step
 from osdp.cost.sharding.solution import ShardingSolution, solution_root
 from osdp.cost.sharding.strategies import NO_SHARD, SHARD_OPTIMIZER, UnitMode, UnitStrategy
 from osdp.cost.sharding.time import passes
-from osdp.cost.spread import spread_corners, step_spread
+from osdp.cost.spread import simulate_at, spread_corners, step_spread
 from osdp.errors import InfeasibleError, LargeOperator
 from osdp.hardware.device_info import DeviceInfo
 from osdp.hardware.profile import Profile
@@ -95,6 +95,7 @@ def best_plan(
         found = improved
     may_be_as_fast = tie_with(problem, found, spread_corners(problem))
     simple = with_shared_buckets(problem, simplest(problem, found, options, may_be_as_fast), may_be_as_fast)
+    problem, simple = _replicated_if_as_fast(model_desc, problem, simple, options) or (problem, simple)
     plan = whole_plan(model_desc, problem, simple, options, gap, step_spread(problem, simple))
     slower = simple.outcome.seconds / found.outcome.seconds - 1
     if slower > _WORTH_TELLING:
@@ -104,6 +105,40 @@ def best_plan(
         )
         plan = replace(plan, notes=(*plan.notes, note))
     return replace(plan, basis=_basis(model_desc, candidates, device, options))
+
+
+def _replicated_if_as_fast(
+    model_desc: ModelDesc, problem: ShardingProblem, found: ShardingSolution, options: SearchOptions
+) -> tuple[ShardingProblem, ShardingSolution] | None:
+    """The fastest assignment that replicates everything, if nothing shows that ``found`` is faster.
+
+    It is the simplest of all, whatever memory it takes below the limit, and it depends on one collective. It
+    has to be as fast at an end of the errors of what was measured, and at the worst end of its own no slower
+    than ``found`` at its worst.
+    """
+    corners = spread_corners(problem)
+    if not corners or Mode.NO_SHARD not in options.allowed or _replicates_all(found):
+        return None
+    candidate = Candidate(problem.training, problem.profile)
+    only = replace(options, allowed=(Mode.NO_SHARD,), slices=(), offload=False)
+    answer = fastest(model_desc, [candidate], problem.device, only)
+    if answer is None:
+        return None
+    own, plain = answer[0], with_shared_buckets(*answer[:2])
+
+    def worst(where: ShardingProblem, what: ShardingSolution) -> float:
+        return what.outcome.seconds * (1 + step_spread(where, what))
+
+    if worst(own, plain) > worst(problem, found):
+        return None
+    ends = zip(spread_corners(own), corners, strict=True)
+    as_fast = any(simulate_at(a, plain).seconds <= simulate_at(b, found).seconds for a, b in ends)
+    return (own, plain) if as_fast else None
+
+
+def _replicates_all(found: ShardingSolution) -> bool:
+    units = all(strategy.mode is UnitMode.NO_SHARD for _, _, strategy in found.units)
+    return units and not found.root_sharded and not found.root_stepped
 
 
 def _size(found: ShardingSolution) -> str:

@@ -157,6 +157,24 @@ def test_equals_brute_force_with_half_of_the_slices_kept(seed: int) -> None:
     assert kept, "a plan that keeps some slices is the best at some limit"
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_blocks_of_one_operator_are_recomputed_as_others_are(seed: int) -> None:
+    """ConvNeXt's layers hold a scale of their own, so each is one operator: none could be recomputed."""
+    rules = SearchOptions(recompute=True)
+    problem = random_problem(seed, 2, 1)
+    outcomes = brute_force(problem, rules)
+    peaks = np.array([outcome.peak for outcome in outcomes])
+    seconds = np.array([outcome.seconds for outcome in outcomes])
+    recomputed = False
+    for share in (0.0, 0.05, 0.2, 0.5, 1.0):
+        limit = peaks.min() + share * (peaks.max() - peaks.min())
+        answer = solve(problem, limit, options=rules)
+        assert answer is not None and answer.outcome.peak <= limit
+        assert answer.outcome.seconds == pytest.approx(seconds[peaks <= limit].min(), rel=1e-9)
+        recomputed |= any(strategy.recomputed for _, _, strategy in answer.units)
+    assert recomputed or seed == 3, "a plan that recomputes is the best at some limit"
+
+
 def random_path(space, rng):
     position, taken = 0, []
     while position < space.bounds[-1]:
