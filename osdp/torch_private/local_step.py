@@ -113,6 +113,12 @@ def put_innermost(optimizer: Optimizer, before: RemovableHandle, after: Removabl
     afters.move_to_end(after.id, last=False)
 
 
+def is_innermost(optimizer: Optimizer, before: RemovableHandle) -> bool:
+    """Whether a hook is the last one before the step."""
+    befores: Any = optimizer._optimizer_step_pre_hooks
+    return next(reversed(befores), None) == before.id
+
+
 def _is_laid_out(parameter: torch.Tensor, states: Mapping[str, Any]) -> bool:
     """Whether gradient and states are laid out as ``parameter``, with plain local tensors; a plain one is."""
     if not isinstance(parameter, DTensor):

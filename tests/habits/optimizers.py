@@ -43,7 +43,7 @@ def sgd_nesterov_foreach(ctx: Context) -> None:
     _trained(ctx, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, foreach=True))
 
 
-@habit(training={"momentum": True, "fused": True}, skips={"fsdp2": "it has no fused step for DTensors"})
+@habit(training={"fused": True}, skips={"fsdp2": "it has no fused step for DTensors"})
 def sgd_fused(ctx: Context) -> None:
     """Trains with SGD, momentum and fused=True."""
     _trained(ctx, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True))

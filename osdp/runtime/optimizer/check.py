@@ -98,7 +98,7 @@ class OptimizerCheck:
             self._look_at(optimizer)
             self._known[optimizer] = _identities(optimizer)
             self._stepped.add(optimizer)
-            if optimizer not in self._local_steps and is_elementwise(optimizer) and _has_dtensors(optimizer):
+            if self._may_step_locally(optimizer):
                 self._local_steps[optimizer] = LocalSteps(optimizer)
         if not self._had_gradients:
             self._look_for_gradients(optimizer)
@@ -164,6 +164,12 @@ class OptimizerCheck:
         if self._is_over_mine(optimizer):
             raise NoGradientError
 
+    def _may_step_locally(self, optimizer: Optimizer) -> bool:
+        if optimizer in self._local_steps or not self._is_over_mine(optimizer):
+            return False
+        parameters = (p for group in optimizer.param_groups for p in group["params"])
+        return is_elementwise(optimizer) and any(isinstance(p, DTensor) for p in parameters)
+
     def _is_over_mine(self, optimizer: Optimizer) -> bool:
         return any(self._is_mine(p) for group in optimizer.param_groups for p in group["params"])
 
@@ -173,10 +179,6 @@ class OptimizerCheck:
 
 def _identities(optimizer: Optimizer) -> list[int]:
     return [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def _has_dtensors(optimizer: Optimizer) -> bool:
-    return any(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"])
 
 
 def _hook_up(check: OptimizerCheck) -> tuple[RemovableHandle, RemovableHandle]:

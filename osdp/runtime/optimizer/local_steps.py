@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from osdp.runtime.module.group_dtensor import compute_with_other_meshes
 from osdp.torch_private.dtensor import wrap_like
 from osdp.torch_private.local_step import (
+    is_innermost,
     parameter_lists,
     put_innermost,
     set_parameter_lists,
@@ -46,6 +47,8 @@ class LocalSteps:
         put_innermost(optimizer, self._before, self._after)
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        if not is_innermost(optimizer, self._before):
+            return None  # another model's is, whose parameters the optimizer has, too
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
             self._step(optimizer)

@@ -154,6 +154,8 @@ class ParameterSteppedInShards(ReplicatedParameter):
         rows = shard_numel(plain.shape[:1], mesh.size())
         self._bounds = [min(rank * rows, len(plain)) for rank in range(mesh.size() + 1)]
         self._rank = mesh.get_local_rank()
+        #: The memory of each rank's shard, made when it is first needed.
+        self._parts: list[torch.Tensor] | None = None
         self._whole = plain.detach()
         if not _is_dense_by_rows(self._whole):
             self._whole = self._whole.contiguous()
@@ -198,16 +200,18 @@ class ParameterSteppedInShards(ReplicatedParameter):
 
     def parts(self) -> list[torch.Tensor]:
         """The memory of each rank's shard, one after the other, with this rank's own values in it."""
-        shard = super().local
-        if shard.dtype != self._whole.dtype or shard.device != self._whole.device:
-            self._whole = self._whole.to(shard.device, shard.dtype)
-        mine = self.own_part(self._whole)
-        if not isinstance(self.stored, CountedDTensor):
-            count_changes(self.stored)  # ``module.to`` has exchanged it for another
-        if shard.data_ptr() != mine.data_ptr():
-            mine.copy_(shard)  # the stored parameter was given other storage
-        # Through ``data``: autograd must not see a new version of tensors saved for a pending backward.
-        return self.parts_of(self._whole.data)
+        stored = self.stored
+        if stored.dtype != self._whole.dtype or stored.device != self._whole.device:
+            self._whole = self._whole.to(stored.device, stored.dtype)
+            self._parts = None
+        if not isinstance(stored, CountedDTensor):
+            count_changes(stored)  # ``module.to`` has exchanged it for another
+        if self._parts is None:
+            # Through ``data``: autograd must not see a new version of tensors saved for a pending backward.
+            self._parts = self.parts_of(self._whole.data)
+        if data_pointer(stored) != self._parts[self._rank].data_ptr():
+            self.own_part(self._whole).copy_(super().local)  # the stored parameter was given other storage
+        return self._parts
 
     def note_gathered(self) -> None:
         """Record that the whole parameter is made of the present shards."""

@@ -1,6 +1,7 @@
 """Elementwise optimizers step local tensors, and nothing but the time of a step shows it."""
 
 import copy
+import gc
 from collections.abc import Iterator
 from typing import Any
 
@@ -269,3 +270,42 @@ def trains_over_switches() -> None:
 
 def test_a_switch_hooks_up_once_more() -> None:
     run(2, trains_over_switches, timeout=100)
+
+
+def one_optimizer(models: Any) -> torch.optim.Optimizer:
+    members = [parameter for model in models for parameter in model.parameters()]
+    return torch.optim.SGD(members, lr=0.1, momentum=0.9)
+
+
+def beside_other_models() -> None:
+    """An optimizer of one model, and one of two of which the first is gone later; hooks drop the gradients.
+
+    Each model that was alive stepped each optimizer, and the last hook to leave let go too late.
+    """
+
+    def optimizers(members: Any) -> list[torch.optim.Optimizer]:
+        return [torch.optim.SGD(members, lr=0.1, momentum=0.9)]
+
+    for name in ("SHARD_GRAD_OP", "FULL_SHARD"):
+        others = [wrapped("FULL_SHARD", make()), wrapped("SHARD_GRAD_OP", make())]
+        model = wrapped(name, make())
+        for shared in (False, True):
+            if shared:
+                model = wrapped(name, make())
+            optimizer = one_optimizer([*others, model] if shared else [model])
+            optimizer.register_step_post_hook(lambda opt, *_: opt.zero_grad())
+            for step in range(STEPS):
+                model(batch_of(step, dist.get_rank())).backward()
+                if shared and step == 1:
+                    del optimizer.param_groups[0]["params"][: -len(list(model.parameters()))]
+                    others.clear()
+                    gc.collect()
+                optimizer.step()
+                hooks = len(optimizer._optimizer_step_pre_hooks)
+                assert hooks == (1 + 2 * shared), hooks
+                assert all(p.grad is None for p in model.parameters())
+            assert_trained(model, single_process(optimizers), name, shared)
+
+
+def test_other_models_leave_the_step_alone() -> None:
+    run(2, beside_other_models, timeout=100)
