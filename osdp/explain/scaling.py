@@ -95,8 +95,9 @@ def profile_with_optimizer(profile: Profile, before: Training, after: Training, 
 
 
 def _scaled_step(step: OptimizerProfile, before: Training, after: Training, kind: str) -> OptimizerProfile:
-    factor = _tensors_touched(after, kind) / _tensors_touched(before, kind)
-    return step.scaled(factor)
+    scaled = step.scaled(_tensors_touched(after, kind) / _tensors_touched(before, kind))
+    # What it takes to step the local tensor of a DTensor is the same.
+    return replace(scaled, per_dtensor=scaled.per_tensor + step.per_dtensor - step.per_tensor)
 
 
 def _tensors_touched(training: Training, kind: str) -> float:

@@ -21,12 +21,8 @@ LAUNCH_SECONDS = 1e-5
 #: (:func:`osdp.profiler.optimizer.profile_optimizer`).
 LOCAL_STEP_SECONDS = 6e-6
 
-#: A step of AdamW written as separate kernels: decay, lerp, mul, addcmul, sqrt, div, add, addcdiv.
-_STEP_KERNELS = 8
-
-#: These kernels read and write 20 tensors; a fused one touches 7: parameter and both optimizer states twice,
-#: the gradient once.
-_UNFUSED_TRAFFIC = 20 / 7
+#: Tensors that a kernel of an optimizer step reads and writes: the eight of AdamW 20.
+_TENSORS_PER_KERNEL = 2.5
 
 
 def estimate(model_desc: ModelDesc, device_info: DeviceInfo, training: Training | None = None) -> Profile:
@@ -84,14 +80,15 @@ def _estimate_host_optimizer(training: Training, device_info: DeviceInfo) -> Opt
 def estimate_optimizer(training: Training, kind: str, memory_bandwidth: float) -> OptimizerProfile:
     """Estimate the optimizer step on a device of ``kind``, bound by memory bandwidth and kernel launches."""
     implementation = training.implementation(kind)
-    # Parameter and optimizer states are read and written, the gradient is only read.
-    traffic = 2 * (1 + training.num_states) + 1
-    unfused = 1.0 if implementation == FUSED else _UNFUSED_TRAFFIC
-    kernels = _STEP_KERNELS if implementation == FOR_LOOP else 1
+    # Two, and three for each state: AdamW's are decay, lerp, mul, addcmul, sqrt, div, add and addcdiv.
+    kernels = 2 + 3 * training.num_states
+    # A fused one touches the parameter and its states twice, and the gradient once.
+    traffic = 2 * (1 + training.num_states) + 1 if implementation == FUSED else _TENSORS_PER_KERNEL * kernels
+    launches = kernels if implementation == FOR_LOOP else 1
     return OptimizerProfile(
-        per_tensor=kernels * LAUNCH_SECONDS,
-        per_dtensor=kernels * LAUNCH_SECONDS + LOCAL_STEP_SECONDS,
-        per_byte=traffic * unfused / memory_bandwidth,
+        per_tensor=launches * LAUNCH_SECONDS,
+        per_dtensor=launches * LAUNCH_SECONDS + LOCAL_STEP_SECONDS,
+        per_byte=traffic / memory_bandwidth,
     )
 
 
