@@ -21,6 +21,9 @@ FOR_LOOP, FOREACH, FUSED = "for-loop", "foreach", "fused"
 #: Device kinds for which torch's default is the for-loop (``torch.utils._foreach_utils``).
 _FOR_LOOP_KINDS = ("cpu", "mps")
 
+#: How often torch wraps the step of an optimizer.
+_TORCH_WRAPPERS = 2
+
 #: Options that add one optimizer state of the parameter's size, and options that add temporaries.
 _STATE_OPTIONS = ("momentum", "amsgrad", "centered")
 _COPY_OPTIONS = ("nesterov", "weight_decay")
@@ -359,9 +362,26 @@ def is_elementwise(optimizer: "Optimizer") -> bool:
     return (
         base is not None
         and base.__name__ in OPTIMIZERS
+        and _is_torch_step(type(optimizer).step)
         and inspect.unwrap(type(optimizer).step) is inspect.unwrap(base.step)
         and getattr(type(optimizer), "_init_group", None) is getattr(base, "_init_group", None)
         and not _any(optimizer.param_groups, "differentiable")
+    )
+
+
+def _is_torch_step(step: Any) -> bool:
+    """Whether ``step`` is torch's own, in its two wrappers (hooks, and no gradients) and in no others.
+
+    What others have put in its place, or around it, may look at whole parameters, or call its hooks again.
+    """
+    wrappers = []
+    while hasattr(step, "__wrapped__"):
+        wrappers.append(step)
+        step = step.__wrapped__
+    functions = (*wrappers, step)
+    # Wrappers have the names of what they wrap, but their own globals.
+    return len(wrappers) == _TORCH_WRAPPERS and all(
+        function.__globals__["__name__"].startswith("torch.optim.") for function in functions
     )
 
 

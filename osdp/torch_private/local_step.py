@@ -4,7 +4,7 @@ An elementwise optimizer computes the same with local tensors as with DTensors, 
 each of the ten or so operations of AdamW on a small parameter costs several times as much on a DTensor.
 """
 
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,7 +12,9 @@ import torch
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
+
+#: A hook before or after a step, called with optimizer and arguments.
+Hook = Callable[[Optimizer, Any, Any], Any]
 
 #: States that are one number for each parameter, of any shape: torch keeps them as plain tensors.
 _NUMBERS = frozenset(("step", "eta", "mu", "mu_product"))
@@ -104,25 +106,83 @@ def set_parameter_lists(optimizer: Optimizer, lists: list[list[torch.Tensor]]) -
         group["params"] = parameters
 
 
-def put_innermost(optimizer: Optimizer, before: RemovableHandle, after: RemovableHandle) -> None:
-    """Let a hook before the step be the last one, and a hook after it the first."""
+class InnermostHooks:
+    """A hook that is the last one before a step of an optimizer, and one that is the first after it.
+
+    The last hook of others may remove itself or register more, which is an error if another one follows. The
+    hook before the step therefore shares its entry, from :meth:`put` until it is called, and has none of its
+    own at other times.
+
+    Args:
+        optimizer: The optimizer, to which no reference is kept.
+        before: Called before the steps for which the hooks were put in place.
+        after: Called after all steps.
+    """
+
+    def __init__(self, optimizer: Optimizer, before: Hook, after: Hook) -> None:
+        self._before = before
+        self._other: Hook | None = None
+        # Dynamo cannot trace them: a compiled step is made here, uncompiled.
+        self._call: Any = torch.compiler.disable(self._call_last)
+        self._call.innermost = self
+        self._after = optimizer.register_step_post_hook(torch.compiler.disable(after))
+        # For a number that no other hook has.
+        handle = optimizer.register_step_pre_hook(self._call)
+        self._key = handle.id
+        handle.remove()
+
+    def put(self, optimizer: Optimizer) -> None:
+        """Call them innermost in the step of ``optimizer`` that begins."""
+        befores, afters = _hooks_of(optimizer)
+        afters.move_to_end(self._after.id, last=False)
+        _leave_entries(befores)  # after a step that failed in a hook, and for another model
+        key = next(reversed(befores), self._key)
+        self._other = befores.get(key)
+        befores[key] = self._call
+
+    def remove(self) -> None:
+        """Call them no more."""
+        self._after.remove()
+
+    def _call_last(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        other = self._other
+        _leave_entries(_hooks_of(optimizer)[0])
+        found = None if other is None else other(optimizer, args, kwargs)
+        if found is not None:
+            if not isinstance(found, tuple) or len(found) != 2:
+                return found  # torch says what is wrong
+            args, kwargs = found
+        own = self._before(optimizer, args, kwargs)
+        return found if own is None else own
+
+
+def _leave_entries(hooks: "OrderedDict[int, Any]") -> None:
+    """Give the entries of hooks before a step back to those that had them."""
+    for key, hook in list(hooks.items()):
+        innermost = getattr(hook, "innermost", None)
+        if isinstance(innermost, InnermostHooks):
+            if innermost._other is None:
+                del hooks[key]
+            else:
+                hooks[key], innermost._other = innermost._other, None
+
+
+def _hooks_of(optimizer: Optimizer) -> "tuple[OrderedDict[int, Any], OrderedDict[int, Any]]":
     # Annotated as plain dictionaries.
     befores: Any = optimizer._optimizer_step_pre_hooks
     afters: Any = optimizer._optimizer_step_post_hooks
-    befores.move_to_end(before.id)
-    afters.move_to_end(after.id, last=False)
-
-
-def is_innermost(optimizer: Optimizer, before: RemovableHandle) -> bool:
-    """Whether a hook is the last one before the step."""
-    befores: Any = optimizer._optimizer_step_pre_hooks
-    return next(reversed(befores), None) == before.id
+    return befores, afters
 
 
 def _is_laid_out(parameter: torch.Tensor, states: Mapping[str, Any]) -> bool:
-    """Whether gradient and states are laid out as ``parameter``, with plain local tensors; a plain one is."""
+    """Whether gradient and states are laid out as ``parameter``, with plain local tensors; a plain one is.
+
+    Nor is a gradient of another dtype, which ``grad_dtype`` of a parameter allows.
+    """
     if not isinstance(parameter, DTensor):
         return True
+    if parameter.grad is not None and parameter.grad.dtype != parameter.dtype:
+        return False
     kept = (value for key, value in states.items() if key not in _NUMBERS)
     tensors = (value for value in kept if isinstance(value, torch.Tensor))
     return all(_is_alike(tensor, parameter) for tensor in (parameter.grad, *tensors))

@@ -41,7 +41,11 @@ def _attribute(name: str) -> property:
         with torch._C.DisableTorchFunctionSubclass():
             attribute.__set__(tensor, value)
 
-    return property(get, put)
+    def delete(tensor: torch.Tensor) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            attribute.__delete__(tensor)
+
+    return property(get, put, delete)
 
 
 class GroupDTensor(DTensor):

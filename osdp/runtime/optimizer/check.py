@@ -87,8 +87,13 @@ class OptimizerCheck:
         """
         self._replaced.exchange_in(optimizer, self._running.computing())
 
-    def before_step(self, optimizer: Optimizer) -> None:
+    def before_step(self, optimizer: Optimizer, *, compiled: bool = False) -> None:
         """Check ``optimizer``, which is about to step.
+
+        Args:
+            optimizer: The optimizer.
+            compiled: Whether Dynamo compiles the step. It is then left to the optimizer: Dynamo would find
+                one without parameters, and lets that be capturable, for which all have to be on a GPU.
 
         Raises:
             RuntimeError: The optimizer cannot train this model, or no gradients have arrived.
@@ -98,14 +103,14 @@ class OptimizerCheck:
             self._look_at(optimizer)
             self._known[optimizer] = _identities(optimizer)
             self._stepped.add(optimizer)
-            if self._may_step_locally(optimizer):
-                self._local_steps[optimizer] = LocalSteps(optimizer)
+            self._step_locally(optimizer)
         if not self._had_gradients:
             self._look_for_gradients(optimizer)
         if self._is_over_mine(optimizer):
             self._running.free_copies()
-            if optimizer in self._local_steps:
-                self._local_steps[optimizer].put_innermost(optimizer)
+            steps = self._local_steps.get(optimizer)
+            if steps is not None and not compiled:
+                steps.make_next(optimizer)
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Gather what ``optimizer`` has updated in shards, so that each rank can evaluate by itself."""
@@ -143,6 +148,12 @@ class OptimizerCheck:
             self._told_surplus = True
             logger.warning("%s: there may be a faster plan; %s", surplus, _PLAN_AGAIN)
 
+    def _step_locally(self, optimizer: Optimizer) -> None:
+        if optimizer in self._local_steps or not self._is_over_mine(optimizer):
+            return  # those of other models are none of this one's business
+        if is_elementwise(optimizer) and _has_dtensors(optimizer):
+            self._local_steps[optimizer] = LocalSteps(optimizer)
+
     def _refuse_added(self, optimizer: Optimizer) -> None:
         """Raise for parameters that were added after wrapping: nothing reduces their gradients."""
         others = {id(p) for group in optimizer.param_groups for p in group["params"] if not self._is_mine(p)}
@@ -164,12 +175,6 @@ class OptimizerCheck:
         if self._is_over_mine(optimizer):
             raise NoGradientError
 
-    def _may_step_locally(self, optimizer: Optimizer) -> bool:
-        if optimizer in self._local_steps or not self._is_over_mine(optimizer):
-            return False
-        parameters = (p for group in optimizer.param_groups for p in group["params"])
-        return is_elementwise(optimizer) and any(isinstance(p, DTensor) for p in parameters)
-
     def _is_over_mine(self, optimizer: Optimizer) -> bool:
         return any(self._is_mine(p) for group in optimizer.param_groups for p in group["params"])
 
@@ -181,6 +186,10 @@ def _identities(optimizer: Optimizer) -> list[int]:
     return [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
 
 
+def _has_dtensors(optimizer: Optimizer) -> bool:
+    return any(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"])
+
+
 def _hook_up(check: OptimizerCheck) -> tuple[RemovableHandle, RemovableHandle]:
     """Call ``check`` before and after every optimizer step for as long as it exists; returns the handles.
 
@@ -189,18 +198,23 @@ def _hook_up(check: OptimizerCheck) -> tuple[RemovableHandle, RemovableHandle]:
     """
     reference = weakref.ref(check)
 
-    def before_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    def check_step(optimizer: Optimizer, compiled: bool) -> None:
         living = reference()
         if living is not None:
-            living.before_step(optimizer)
+            living.before_step(optimizer, compiled=compiled)
+
+    # Dynamo cannot trace it, and need not: it decides nothing about the step.
+    uncompiled: Any = torch.compiler.disable(check_step)
+
+    def before_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        uncompiled(optimizer, torch.compiler.is_compiling())
 
     def after_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         living = reference()
         if living is not None:
             living.after_step(optimizer)
 
-    # Dynamo cannot trace them, and need not: they decide nothing about the step.
     return (
-        register_optimizer_step_pre_hook(torch.compiler.disable(before_step)),
+        register_optimizer_step_pre_hook(before_step),
         register_optimizer_step_post_hook(torch.compiler.disable(after_step)),
     )

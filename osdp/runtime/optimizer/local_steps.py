@@ -15,9 +15,8 @@ from torch.optim import Optimizer
 from osdp.runtime.module.group_dtensor import compute_with_other_meshes
 from osdp.torch_private.dtensor import wrap_like
 from osdp.torch_private.local_step import (
-    is_innermost,
+    InnermostHooks,
     parameter_lists,
-    put_innermost,
     set_parameter_lists,
     step_local_tensors,
 )
@@ -33,34 +32,38 @@ class LocalSteps:
     def __init__(self, optimizer: Optimizer) -> None:
         #: Its lists of parameters, while it has none because its step is done.
         self._lists: list[list[torch.Tensor]] | None = None
-        # Dynamo cannot trace them: a compiled step is made here, uncompiled.
-        self._before = optimizer.register_step_pre_hook(torch.compiler.disable(self._before_step))
-        self._after = optimizer.register_step_post_hook(torch.compiler.disable(self._after_step))
+        #: Whether its own step is under way, or about to begin.
+        self._is_in_step = False
+        self._hooks = InnermostHooks(optimizer, self._before_step, self._after_step)
 
     def close(self) -> None:
         """Leave further steps to the optimizer."""
-        self._before.remove()
-        self._after.remove()
+        self._hooks.remove()
 
-    def put_innermost(self, optimizer: Optimizer) -> None:
-        """Let all other hooks of ``optimizer`` that there are now run before its hooks here, and after."""
-        put_innermost(optimizer, self._before, self._after)
+    def make_next(self, optimizer: Optimizer) -> None:
+        """Make the step of ``optimizer`` that begins, between all other hooks that there are now."""
+        self._hooks.put(optimizer)
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        if not is_innermost(optimizer, self._before):
-            return None  # another model's is, whose parameters the optimizer has, too
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
             self._step(optimizer)
             return None
-        return (optimizer, self._with_step(optimizer, closure)), {}
+        self._is_in_step = True
+        with_step = self._with_step(optimizer, closure)
+        # As it was passed: hooks after the step find it.
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": with_step}
+        return (args[0], with_step, *args[2:]), kwargs
 
     def _with_step(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """``closure``, which computes the gradients, and the step after it."""
+        """``closure``, which computes the gradients, and the step after it, once."""
 
         def compute_and_step() -> Any:
             loss = closure()
-            self._step(optimizer)
+            if self._is_in_step:
+                self._is_in_step = False
+                self._step(optimizer)
             return loss
 
         return compute_and_step
@@ -71,6 +74,7 @@ class LocalSteps:
             set_parameter_lists(optimizer, [[] for _ in self._lists])
 
     def _after_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        self._is_in_step = False
         if self._lists is not None:
             set_parameter_lists(optimizer, self._lists)
             self._lists = None

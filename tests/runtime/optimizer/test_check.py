@@ -1,6 +1,7 @@
 """Every optimizer of torch trains as in a single process, whatever is sharded, or says why it cannot."""
 
 import functools
+import itertools
 import logging
 import warnings
 from collections.abc import Callable, Sequence
@@ -330,15 +331,19 @@ def test_embeddings_that_no_plan_trains_are_refused() -> None:
 
 def compiled_steps() -> None:
     # Dynamo once ran into the hook by which the first step of an optimizer is checked.
-    for name in ("NO_SHARD", "FULL_SHARD"):
+    # And AdamW became capturable, as its step found no parameters that are not on a GPU.
+    for name, kind in itertools.product(("NO_SHARD", "FULL_SHARD"), (torch.optim.SGD, torch.optim.AdamW)):
         torch._dynamo.reset()
         model = wrapped(name, make())
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer: torch.optim.Optimizer = kind(model.parameters(), lr=0.1)
         before = [whole(parameter.detach()).clone() for parameter in model.parameters()]
-        model(batch_of(0, dist.get_rank())).square().mean().backward()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Dynamo imports what torch itself has deprecated
-            torch.compile(optimizer.step, backend="eager")()
+            step = torch.compile(optimizer.step, backend="eager")
+            for _ in range(2):
+                model(batch_of(0, dist.get_rank())).square().mean().backward()
+                step()
+        assert not optimizer.param_groups[0].get("capturable"), name
         after = [whole(parameter.detach()) for parameter in model.parameters()]
         assert any(not torch.equal(*pair) for pair in zip(before, after, strict=True)), name
 

@@ -1,7 +1,8 @@
 """Elementwise optimizers step local tensors, and nothing but the time of a step shows it."""
 
+import contextlib
 import copy
-import gc
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,18 +11,23 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from osdp import OSDP
 from osdp.model.training import OPTIMIZERS, is_elementwise
+from osdp.plan.sharding import Mode
 from osdp.runtime.optimizer.local_steps import LocalSteps
 from osdp.torch_private.autograd import version_of
 from tests.helpers.distributed import run
+from tests.helpers.plans import plan_by_hand
 from tests.runtime.optimizer.test_check import (
     PLANS,
     STEPS,
+    TOLERANCE,
     Lamb,
     assert_trained,
     batch_of,
@@ -30,6 +36,7 @@ from tests.runtime.optimizer.test_check import (
     single_process,
     wrapped,
 )
+from tests.test_parity import difference, whole
 
 
 @pytest.fixture
@@ -98,7 +105,7 @@ def test_values_and_states_are_those_of_steps_on_plain_tensors(
         give_gradients(ours, step)
         for one, other in zip(plain, ours, strict=True):
             one.grad = local(other.grad).clone()
-        steps.put_innermost(optimizer)
+        steps.make_next(optimizer)
         optimizer.step()
         reference.step()
     for got, want in zip(ours, plain, strict=True):
@@ -132,10 +139,11 @@ def test_no_operation_of_the_step_is_on_a_dtensor(mesh: DeviceMesh) -> None:
     for with_local_steps in (False, True):
         members = parameters(mesh)
         optimizer = torch.optim.AdamW(members)
-        if with_local_steps:
-            LocalSteps(optimizer).put_innermost(optimizer)
+        steps = LocalSteps(optimizer)
         for step in range(2):  # the first makes the states
             give_gradients(members, step)
+            if with_local_steps:
+                steps.make_next(optimizer)
             with DTensorOperations() as operations:
                 optimizer.step()
         counts.append(operations.count)
@@ -155,7 +163,7 @@ def test_hooks_of_others_see_dtensors_and_changed_versions(mesh: DeviceMesh) -> 
 
     optimizer.register_step_pre_hook(look)
     optimizer.register_step_post_hook(look)
-    steps.put_innermost(optimizer)
+    steps.make_next(optimizer)
     give_gradients(members, 0)
     optimizer.step()
     before, after = seen
@@ -167,13 +175,14 @@ def test_a_step_that_fails_leaves_the_optimizer_as_it_was(mesh: DeviceMesh) -> N
     members = parameters(mesh)
     optimizer = torch.optim.AdamW(members, foreach=True)
     steps = LocalSteps(optimizer)
-    steps.put_innermost(optimizer)
     for step in range(2):
         give_gradients(members, step)
+        steps.make_next(optimizer)
         optimizer.step()
     kept = copy.deepcopy(optimizer.state_dict())
     group = optimizer.param_groups[0]
     group["lr"] = torch.tensor(0.1)
+    steps.make_next(optimizer)
     with pytest.raises(RuntimeError, match="lr as a Tensor"):
         optimizer.step()
     assert all(one is other for one, other in zip(group["params"], members, strict=True))
@@ -182,8 +191,91 @@ def test_a_step_that_fails_leaves_the_optimizer_as_it_was(mesh: DeviceMesh) -> N
     for index, parameter in enumerate(members):
         for key, value in kept["state"][index].items():
             assert torch.equal(local(optimizer.state[parameter][key]), local(value)), key
+    steps.make_next(optimizer)
     optimizer.step()
     assert all(float(optimizer.state[parameter]["step"]) == 3 for parameter in members)
+
+
+def test_hooks_may_remove_themselves_and_register_others(mesh: DeviceMesh) -> None:
+    members = parameters(mesh)
+    optimizer = torch.optim.AdamW(members)
+    steps = LocalSteps(optimizer)
+    called: list[str] = []
+
+    def once(kind: str, register: Any) -> None:
+        def hook(*_: Any) -> None:
+            called.append(kind)
+            assert handle.id in getattr(optimizer, f"_optimizer_step_{kind}_hooks")
+            handle.remove()
+            register(lambda *_: called.append(f"later {kind}"))
+
+        handle = register(hook)
+
+    once("pre", optimizer.register_step_pre_hook)
+    once("post", optimizer.register_step_post_hook)
+    for step in range(2):
+        give_gradients(members, step)
+        steps.make_next(optimizer)
+        with DTensorOperations() as operations:
+            optimizer.step()
+        assert operations.count == 0
+    assert called == ["pre", "post", "later pre", "later post"]
+    assert len(optimizer._optimizer_step_pre_hooks) == 1
+
+
+def test_a_hook_that_fails_keeps_its_place(mesh: DeviceMesh) -> None:
+    members = parameters(mesh)
+    optimizer = torch.optim.SGD(members, lr=0.5)
+    ours = [LocalSteps(optimizer) for _ in range(2)]  # of two models
+    fails, called = [True, False], []
+
+    def hook(*_: Any) -> None:
+        called.append(len(optimizer.param_groups[0]["params"]))
+        if fails.pop():
+            raise KeyError
+
+    for _ in range(2):
+        optimizer.register_step_pre_hook(hook)
+    befores = dict(optimizer._optimizer_step_pre_hooks)
+    give_gradients(members, 0)
+    wanted = [local(p.detach()) - 0.5 * local(p.grad) for p in members]
+    fails = [False, False, True]  # from the end
+    for error in (pytest.raises(KeyError), contextlib.nullcontext()):
+        for steps in ours:
+            steps.make_next(optimizer)
+        with error, DTensorOperations() as operations:
+            optimizer.step()
+    assert operations.count == 0 and called == [len(members)] * 3
+    assert optimizer._optimizer_step_pre_hooks == befores
+    for parameter, want in zip(members, wanted, strict=True):
+        assert torch.equal(local(parameter.detach()), want)
+
+
+@pytest.mark.parametrize("keyword", [False, True])
+def test_hooks_find_closures_as_they_were_passed(keyword: bool, mesh: DeviceMesh) -> None:
+    members = parameters(mesh)
+    optimizer = torch.optim.SGD(members, lr=0.5)
+    steps = LocalSteps(optimizer)
+    found = []
+
+    def hook(_optimizer: Any, args: Any, kwargs: Any) -> None:
+        assert (len(args), list(kwargs)) == ((1, ["closure"]) if keyword else (2, []))
+        found.append((kwargs["closure"] if keyword else args[1])())  # which makes no step
+
+    def closure() -> int:
+        give_gradients(members, 0)
+        return 7
+
+    optimizer.register_step_pre_hook(hook)
+    optimizer.register_step_post_hook(hook)
+    give_gradients(members, 0)
+    wanted = [local(p.detach()) - 0.5 * local(p.grad) for p in members]
+    steps.make_next(optimizer)
+    step: Any = optimizer.step
+    assert (step(closure=closure) if keyword else step(closure)) == 7
+    assert found == [7, 7]
+    for parameter, want in zip(members, wanted, strict=True):
+        assert torch.equal(local(parameter.detach()), want)
 
 
 def test_a_gradient_or_state_in_another_layout_is_left_to_the_optimizer(mesh: DeviceMesh) -> None:
@@ -191,7 +283,7 @@ def test_a_gradient_or_state_in_another_layout_is_left_to_the_optimizer(mesh: De
         member = parameters(mesh)[0]
         optimizer = torch.optim.SGD([member], lr=0.5, momentum=0.9)
         steps = LocalSteps(optimizer)
-        steps.put_innermost(optimizer)
+        steps.make_next(optimizer)
         start = member.full_tensor().detach().clone()
         other = DTensor.from_local(torch.ones(start.shape, dtype=start.dtype), mesh, [Replicate()])
         member.grad = other if what == "gradient" else torch.ones_like(member)
@@ -204,7 +296,19 @@ def test_a_gradient_or_state_in_another_layout_is_left_to_the_optimizer(mesh: De
         assert torch.allclose(want, start[: len(want)]), what
 
 
-def test_which_optimizers_are_elementwise() -> None:
+def test_a_gradient_of_another_dtype_is_left_to_the_optimizer(mesh: DeviceMesh) -> None:
+    (member, *_) = parameters(mesh)
+    optimizer = torch.optim.SGD([member], lr=0.5)
+    steps = LocalSteps(optimizer)
+    want = local(member.detach()) - 0.5
+    member.grad_dtype = None
+    member.grad = torch.ones_like(member, dtype=torch.float32)
+    steps.make_next(optimizer)
+    optimizer.step()
+    assert torch.equal(local(member.detach()), want)
+
+
+def test_which_optimizers_are_elementwise(monkeypatch: pytest.MonkeyPatch) -> None:
     one = [nn.Parameter(torch.ones(2))]
 
     class Renamed(torch.optim.AdamW):
@@ -221,6 +325,23 @@ def test_which_optimizers_are_elementwise() -> None:
     for other in (Lamb(one), Halves(one), torch.optim.LBFGS(one), torch.optim.Adafactor(one)):
         assert not is_elementwise(other), type(other)
     assert not is_elementwise(torch.optim.AdamW(one, differentiable=True))
+
+    class Wraps(torch.optim.AdamW):
+        """Has torch's step as the one it wraps, but more around it."""
+
+        @functools.wraps(torch.optim.AdamW.step)
+        def step(self, closure: Any = None) -> Any:
+            return super().step(closure)
+
+    assert not is_elementwise(Wraps(one))
+
+    def by_norm(self: Any, closure: Any = None) -> None:
+        raise NotImplementedError
+
+    monkeypatch.setattr(torch.optim.SGD, "step", functools.wraps(torch.optim.SGD.step)(by_norm))
+    assert not is_elementwise(torch.optim.SGD(one))
+    monkeypatch.setattr(torch.optim.SGD, "step", by_norm)
+    assert not is_elementwise(torch.optim.SGD(one))
 
 
 def step_by_closure(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
@@ -262,7 +383,7 @@ def trains_over_switches() -> None:
         optimizer.zero_grad()
         model(batch_of(step, dist.get_rank())).backward()
         optimizer.step()
-        counts.append(len(optimizer._optimizer_step_pre_hooks))
+        counts.append(len(optimizer._optimizer_step_post_hooks))
         assert all(int(state["step"]) == step + 1 for state in optimizer.state.values())
     assert counts == [1, 1, 1]
     assert_trained(model, single_process(optimizers), "switched")
@@ -272,40 +393,53 @@ def test_a_switch_hooks_up_once_more() -> None:
     run(2, trains_over_switches, timeout=100)
 
 
-def one_optimizer(models: Any) -> torch.optim.Optimizer:
-    members = [parameter for model in models for parameter in model.parameters()]
-    return torch.optim.SGD(members, lr=0.1, momentum=0.9)
+def trains_beside_others() -> None:
+    """Hooks of an optimizer find its parameters, also while other models are wrapped."""
 
+    def train_each(models: list[nn.Module], single: bool) -> list[int]:
+        optimizers = [torch.optim.AdamW(model.parameters(), lr=0.02) for model in models]
+        seen: list[int] = []
 
-def beside_other_models() -> None:
-    """An optimizer of one model, and one of two of which the first is gone later; hooks drop the gradients.
+        def look(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            seen.append(len(optimizer.param_groups[0]["params"]))
 
-    Each model that was alive stepped each optimizer, and the last hook to leave let go too late.
-    """
-
-    def optimizers(members: Any) -> list[torch.optim.Optimizer]:
-        return [torch.optim.SGD(members, lr=0.1, momentum=0.9)]
-
-    for name in ("SHARD_GRAD_OP", "FULL_SHARD"):
-        others = [wrapped("FULL_SHARD", make()), wrapped("SHARD_GRAD_OP", make())]
-        model = wrapped(name, make())
-        for shared in (False, True):
-            if shared:
-                model = wrapped(name, make())
-            optimizer = one_optimizer([*others, model] if shared else [model])
-            optimizer.register_step_post_hook(lambda opt, *_: opt.zero_grad())
-            for step in range(STEPS):
-                model(batch_of(step, dist.get_rank())).backward()
-                if shared and step == 1:
-                    del optimizer.param_groups[0]["params"][: -len(list(model.parameters()))]
-                    others.clear()
-                    gc.collect()
+        for optimizer in optimizers:
+            optimizer.register_step_post_hook(lambda optimizer, *_: optimizer.zero_grad())
+        ranks = range(dist.get_world_size()) if single else [dist.get_rank()]
+        for step in range(STEPS):
+            for model, optimizer in zip(models, optimizers, strict=True):
+                loss: Any = sum(model(batch_of(step, rank)) for rank in ranks)
+                (loss / len(ranks)).backward()
+                optimizer.register_step_pre_hook(look)
                 optimizer.step()
-                hooks = len(optimizer._optimizer_step_pre_hooks)
-                assert hooks == (1 + 2 * shared), hooks
-                assert all(p.grad is None for p in model.parameters())
-            assert_trained(model, single_process(optimizers), name, shared)
+        return seen
+
+    wanted: list[nn.Module] = [make() for _ in range(3)]
+    looks = train_each(wanted, single=True)
+    for name in ("FULL_SHARD", "mixed"):
+        beside: Any = fully_shard(make())
+        models: list[Any] = [wrapped(name, make()), wrapped(name, make()), beside]
+        assert train_each(models, single=False) == looks
+        for model, want in zip(models, wanted, strict=True):
+            for got, parameter in zip(model.parameters(), want.parameters(), strict=True):
+                assert difference(whole(got.detach()), parameter.detach()) < TOLERANCE, name
 
 
-def test_other_models_leave_the_step_alone() -> None:
-    run(2, beside_other_models, timeout=100)
+def test_each_model_steps_for_its_own_optimizers_only() -> None:
+    run(2, trains_beside_others, timeout=100)
+
+
+def deletes_gradients() -> None:
+    for mode in Mode:
+        if mode is Mode.HYBRID_SHARD:
+            continue
+        plain = make()
+        model = OSDP(plain, plan=plan_by_hand(plain, mode, 2))
+        model(batch_of(0, dist.get_rank())).backward()
+        for parameter in model.parameters():
+            del parameter.grad
+            assert parameter.grad is None
+
+
+def test_gradients_can_be_deleted() -> None:
+    run(2, deletes_gradients)
