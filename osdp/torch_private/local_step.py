@@ -122,7 +122,7 @@ class InnermostHooks:
     def __init__(self, optimizer: Optimizer, before: Hook, after: Hook) -> None:
         self._before = before
         self._other: Hook | None = None
-        # Dynamo cannot trace them: a compiled step is made here, uncompiled.
+        # Dynamo cannot trace them. A compiled step is left to the optimizer (OptimizerCheck.before_step).
         self._call: Any = torch.compiler.disable(self._call_last)
         self._call.innermost = self
         self._after = optimizer.register_step_post_hook(torch.compiler.disable(after))
