@@ -4,9 +4,9 @@ Rows are models x limits x networks x ranks, drawn by a committed seed so that e
 (:mod:`benchmarks.support.contest.design`); those of the models that nothing was tuned on are marked as held
 back, and summarized by themselves, too. In each row every rival (:mod:`benchmarks.support.contest.rivals`)
 trains the same global batch, cut into microbatches as suits it; those whose true bytes fit the limit are
-timed, and the fastest three compete with OSDP in turns. The best of them is chosen on one half of the rounds
-and compared on the other. Bytes are those of the real process with gloo's buffers
-(:mod:`benchmarks.support.live_bytes`). Rows of four ranks run two ranks on each core.
+timed, and the fastest three compete with OSDP in turns, all of them made anew for every ten rounds. The best
+of them is chosen on one half of the rounds and compared on the other. Bytes are those of the real process with
+gloo's buffers (:mod:`benchmarks.support.live_bytes`). Rows of four ranks run two ranks on each core.
 
 It takes hours; with ``--resume`` it goes on where an earlier run was ended. The plans, with all that they
 were searched from, are written to a folder beside the JSON.
@@ -59,9 +59,9 @@ MICROBATCHES = (1, 2, 4)
 
 FINALISTS = 3
 #: Rounds between two looks at the intervals, and the most of them.
-ROUNDS, MOST_ROUNDS = 10, 60
+ROUNDS, MOST_ROUNDS = 10, 200
 #: Seconds after which no further rounds begin: on slow networks a step takes seconds, and varies little.
-ENOUGH = 150
+ENOUGH = 180
 #: Part of its time that a rival might save by recomputation or smaller microbatches, generously.
 SAVED = 0.2
 #: Half the width of an interval, relative to its middle, that is narrow enough.
@@ -244,12 +244,14 @@ def _turns(
 ) -> tuple[dict[str, list[float]], dict[str, float]]:
     """Seconds of all candidates in turn, until the intervals of the rows are narrow, and losses.
 
-    Those that only rows with narrow intervals need take no further part.
+    Two instances of one program differ by several percent, by where their memory happens to lie; so each
+    candidate is made anew for every ten rounds. Those that only rows with narrow intervals need take no
+    further part.
     """
-    steps = {name: make() for name, make in makers.items()}
-    done = dict.fromkeys(steps, 0)
-    losses = dict.fromkeys(steps, 0.0)
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    losses = dict.fromkeys(makers, 0.0)
+    seconds: dict[str, list[float]] = {name: [] for name in makers}
+    steps: dict[str, TrainStep] = {}
+    done: dict[str, int] = {}
 
     def run(name: str) -> None:
         loss = steps[name](done[name])
@@ -257,12 +259,17 @@ def _turns(
             losses[name] = loss
         done[name] += 1
 
-    taking_part, begin = list(steps), time.monotonic()
+    taking_part, begin = list(makers), time.monotonic()
     while taking_part:
+        steps.clear()
+        gc.collect()
+        steps |= {name: makers[name]() for name in taking_part}
+        done |= dict.fromkeys(taking_part, 0)
+        # The first step makes optimizer states and buckets.
         found = alternate(
             {name: partial(run, name) for name in taking_part},
             rounds=ROUNDS,
-            warmup=0 if seconds[taking_part[0]] else 1,
+            warmup=1,
             synchronize=dist.barrier,
         )
         for name, values in found.items():

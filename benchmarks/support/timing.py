@@ -1,4 +1,4 @@
-"""Times that can be compared on a noisy machine: alternating rounds, paired ratios and their interval.
+"""Times that can be compared on a noisy machine: rounds of all candidates, paired ratios and their interval.
 
 Two runs of the same program differ by several percent here, so a ratio is the median over rounds of the
 ratio *within* a round, with a bootstrap interval (Efron, Annals of Statistics 7(1), 1979), and the same
@@ -58,7 +58,10 @@ def alternate(
     repeats: int = 1,
     synchronize: Callable[[], None] = lambda: None,
 ) -> dict[str, list[float]]:
-    """Time candidates in turn: A B C, A B C, ...
+    """Time candidates in turn, in another order in each round: A B C, C A B, ...
+
+    What a candidate finds in the caches and in the allocator depends on which one ran before it. In one fixed
+    order that would count for or against it in every round.
 
     Args:
         candidates: What to time, by name.
@@ -71,8 +74,12 @@ def alternate(
         Seconds per call, one per round, by name.
     """
     seconds: dict[str, list[float]] = {name: [] for name in candidates}
+    # Seeded: ranks must run the candidates in the same order.
+    names, draw = list(candidates), random.Random(len(candidates))
     for turn in range(warmup + rounds):
-        for name, call in candidates.items():
+        draw.shuffle(names)
+        for name in names:
+            call = candidates[name]
             synchronize()
             begin = time.perf_counter()
             for _ in range(repeats):

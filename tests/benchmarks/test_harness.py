@@ -6,6 +6,8 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
+from itertools import pairwise, permutations
 from pathlib import Path
 
 import pytest
@@ -76,13 +78,23 @@ def test_interval_holds_the_median_and_widens_with_the_noise():
     assert ratio.low < ratio.median < ratio.high
 
 
-def test_alternate_takes_turns():
+def test_every_round_times_each_candidate_and_none_always_follows_the_same_other():
     calls: list[str] = []
-    seconds = alternate(
-        {"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, rounds=2, warmup=1, repeats=2
+    seconds = alternate({name: partial(calls.append, name) for name in "abc"}, rounds=20, warmup=1, repeats=2)
+    rounds = ["".join(calls[begin : begin + 6]) for begin in range(0, len(calls), 6)]
+    assert len(rounds) == 21
+    assert all(sorted(order) == list("aabbcc") and order[::2] == order[1::2] for order in rounds)
+    assert {(before, after) for order in rounds for before, after in pairwise(order[::2])} == set(
+        permutations("abc", 2)
     )
-    assert "".join(calls) == "aabb" * 3
-    assert {name: len(times) for name, times in seconds.items()} == {"a": 2, "b": 2}
+    assert {name: len(times) for name, times in seconds.items()} == dict.fromkeys("abc", 20)
+
+
+def test_ranks_time_candidates_in_the_same_order():
+    orders: list[list[str]] = [[], []]
+    for order in orders:
+        alternate({name: partial(order.append, name) for name in "abcd"}, rounds=5, warmup=0)
+    assert orders[0] == orders[1]
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name not in FULL_SIZE])
