@@ -5,8 +5,8 @@ Rows are models x limits x networks x ranks, drawn by a committed seed so that e
 back, and summarized by themselves, too. In each row every rival (:mod:`benchmarks.support.contest.rivals`)
 trains the same global batch, cut into microbatches as suits it; those whose true bytes fit the limit are
 timed, and the fastest three compete with OSDP in turns, all of them made anew for every ten rounds. The best
-of them is chosen on one half of the rounds and compared on the other. Bytes are those of the real process with
-gloo's buffers (:mod:`benchmarks.support.live_bytes`). Rows of four ranks run two ranks on each core.
+of them is chosen on one half of the rounds and compared on the other. Bytes are those of the real process,
+gloo's buffers included (:mod:`benchmarks.support.live_bytes`). Rows of four ranks run two ranks on each core.
 
 It takes hours; with ``--resume`` it goes on where an earlier run was ended. The plans, with all that they
 were searched from, are written to a folder beside the JSON.

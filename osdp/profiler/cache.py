@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from osdp import codec
 from osdp.comm.objects import broadcast_object, gather_objects, is_first, on_first_rank
-from osdp.profiler.links.machine import hardware
+from osdp.profiler.links.machine import hardware, machine_name
 from osdp.text import format_seconds
 
 _LOGGER = logging.getLogger(__name__)
@@ -173,19 +173,22 @@ def user_folder() -> Path | None:
 
 
 def placement(device: torch.device, group: dist.ProcessGroup | None) -> list[Any]:
-    """What collectives of ``group`` depend on: hosts of the ranks, their hardware, and the backend.
+    """What collectives of ``group`` depend on: hosts and machines of the ranks, hardware, and the backend.
 
     All ranks of the group, or of the world, call it.
     """
-    mine = (socket.gethostname(), hardware(device))
+    mine = (socket.gethostname(), machine_name(), hardware(device))
     everyone = gather_objects(mine, group)
-    names = [name for name, _ in everyone]
+    names, machines = [name for name, _, _ in everyone], [machine for _, machine, _ in everyone]
     hosts = list(dict.fromkeys(names))
     # Only their names distinguish networks; on one host there is none, and a container has a new
     # name at each start.
     between = [hosts, _network_settings()] if len(hosts) > 1 else []
-    layout = [hosts.index(name) for name in names]
-    return [layout, [kind for _, kind in everyone], between, str(dist.get_backend(group))]
+    # Containers of one machine share its cores. That has another name after each boot.
+    layout = [
+        (hosts.index(name), machines.index(machine)) for name, machine in zip(names, machines, strict=True)
+    ]
+    return [layout, [kind for _, _, kind in everyone], between, str(dist.get_backend(group))]
 
 
 def _network_settings() -> list[str]:

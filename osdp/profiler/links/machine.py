@@ -21,7 +21,7 @@ _MEMINFO = Path("/proc/meminfo")
 _CPUINFO = Path("/proc/cpuinfo")
 #: Quota and period of the control group, in microseconds of CPU time (cgroup v2).
 _CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
-#: What names a running machine, and one of its network namespaces, better than its host name.
+#: What names a running machine, and one of its network namespaces, better than a host name.
 _BOOT, _NETWORK = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/net")
 #: Bytes of the tensors copied to measure memory bandwidth: larger than caches.
 _COPY_BYTES = 2**26
@@ -138,11 +138,13 @@ class CoreShare:
     """The cores that a rank may compute on.
 
     Attributes:
-        host: Name of its host.
+        machine: What names the machine that has these cores; several containers may run on it.
+        host: Name of its host, or of its container.
         cores: Numbers of these cores.
         quota: Number of cores that its control group may keep busy; ``None`` without a limit.
     """
 
+    machine: str
     host: str
     cores: tuple[int, ...]
     quota: float | None = None
@@ -160,7 +162,7 @@ def find_ranks_per_core(device: torch.device, groups: Iterable[dist.ProcessGroup
     """
     share = None
     if device.type == "cpu" and torch.get_num_threads() == 1:
-        share = CoreShare(socket.gethostname(), _cores(), cpu_quota())
+        share = CoreShare(machine_name(), socket.gethostname(), _cores(), cpu_quota())
     # Every rank takes part: the number of threads may differ.
     shares = [share]
     for group in groups:
@@ -171,19 +173,25 @@ def find_ranks_per_core(device: torch.device, groups: Iterable[dist.ProcessGroup
 def ranks_per_core(shares: Sequence[CoreShare]) -> float:
     """The most ranks that any core has to serve if each rank spreads evenly over the cores it may use.
 
-    >>> ranks_per_core([CoreShare("a", (0, 1))] * 4)
+    >>> ranks_per_core([CoreShare("a", "a", (0, 1))] * 4)
     2.0
-    >>> ranks_per_core([CoreShare("a", (0,)), CoreShare("a", (1,))])
+    >>> ranks_per_core([CoreShare("a", "a", (0,)), CoreShare("a", "a", (1,))])
     1.0
     """
     most = 1.0
     for share in shares:
-        neighbours = [other for other in shares if other.host == share.host]
+        neighbours = [other for other in shares if other.machine == share.machine]
         for core in share.cores:
             most = max(most, sum(1 / len(other.cores) for other in neighbours if core in other.cores))
         if share.quota:
-            most = max(most, sum(other.quota == share.quota for other in neighbours) / share.quota)
+            same = [other for other in neighbours if (other.host, other.quota) == (share.host, share.quota)]
+            most = max(most, len(same) / share.quota)
     return most
+
+
+def machine_name() -> str:
+    """What names the running machine, the same in all of its containers: the id of its boot, if it has one."""
+    return _BOOT.read_text(encoding="utf8").strip() if _BOOT.exists() else socket.gethostname()
 
 
 def cpu_quota(cpu_max: Path = _CPU_MAX) -> float | None:
@@ -200,9 +208,8 @@ def cpu_quota(cpu_max: Path = _CPU_MAX) -> float | None:
 
 def on_one_machine(group: dist.ProcessGroup) -> bool:
     """Whether messages of ``group`` stay inside one machine, and inside one of its network namespaces."""
-    boot = _BOOT.read_text(encoding="utf8") if _BOOT.exists() else ""
     network = os.readlink(_NETWORK) if _NETWORK.exists() else ""
-    return len(set(gather_objects((socket.gethostname(), boot, network), group))) == 1
+    return len(set(gather_objects((socket.gethostname(), machine_name(), network), group))) == 1
 
 
 def measure_contention(device: torch.device, group: dist.ProcessGroup, expected: float) -> float:

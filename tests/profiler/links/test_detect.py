@@ -1,6 +1,7 @@
 """Measured collectives: the fit, the wiring, and real groups of two and four ranks."""
 
 import math
+import os
 import time
 from pathlib import Path
 from unittest import mock
@@ -86,13 +87,17 @@ def test_a_step_takes_the_mean_of_times_that_are_one_of_two() -> None:
 
 def test_ranks_of_a_core_are_counted_not_measured(tmp_path: Path) -> None:
     """Beside other programs three ranks were once found on a core that one rank had to itself."""
-    own, other = machine.CoreShare("a", (0,)), machine.CoreShare("a", (1,))
+    own, other = machine.CoreShare("a", "a", (0,)), machine.CoreShare("a", "a", (1,))
     assert machine.ranks_per_core([own, other]) == 1
     assert machine.ranks_per_core([own, own, other]) == 2
-    assert machine.ranks_per_core([own, machine.CoreShare("b", (0,))]) == 1
-    free = machine.CoreShare("a", tuple(range(8)))
-    assert machine.ranks_per_core([free, *(machine.CoreShare("a", (core,)) for core in range(8))]) == 1.125
-    assert machine.ranks_per_core([machine.CoreShare("a", tuple(range(8)), quota=2.0)] * 4) == 2
+    assert machine.ranks_per_core([own, machine.CoreShare("b", "b", (0,))]) == 1
+    free = machine.CoreShare("a", "a", tuple(range(8)))
+    on_cores = [machine.CoreShare("a", "a", (core,)) for core in range(8)]
+    assert machine.ranks_per_core([free, *on_cores]) == 1.125
+    # Containers of one machine share its cores, and each has a quota of its own.
+    assert machine.ranks_per_core([own, machine.CoreShare("a", "b", (0,))]) == 2
+    limited = [machine.CoreShare("a", host, tuple(range(8)), quota=2.0) for host in "aaaab"]
+    assert machine.ranks_per_core(limited) == 2
     cpu_max = tmp_path / "cpu.max"
     assert machine.cpu_quota(cpu_max) is None
     for text, quota in (("max 100000", None), ("150000 100000", 1.5)):
@@ -335,6 +340,18 @@ def _where_ranks_are() -> tuple[bool, bool]:
     with mock.patch("socket.gethostname", lambda: str(dist.get_rank())):
         apart = machine.on_one_machine(dist.group.WORLD)
     return machine.on_one_machine(dist.group.WORLD), apart
+
+
+def _ranks_per_core_in_containers() -> float:
+    with mock.patch("socket.gethostname", lambda: str(dist.get_rank())):
+        return machine.find_ranks_per_core(torch.device("cpu"), [dist.group.WORLD])
+
+
+@pytest.mark.skipif(not Path("/proc/sys/kernel/random/boot_id").exists(), reason="names a machine on Linux")
+def test_containers_of_one_machine_share_its_cores() -> None:
+    """On two hosts of two ranks, emulated on two cores, compute was predicted at half of what it took."""
+    cores = len(os.sched_getaffinity(0))
+    assert run(4, _ranks_per_core_in_containers) == [max(1.0, 4 / cores)] * 4
 
 
 def test_ranks_with_different_host_names_are_not_on_one_machine() -> None:
