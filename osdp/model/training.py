@@ -285,17 +285,21 @@ class Training:
         )
 
     def implementation(self, device_kind: str) -> str:
-        """Optimizer implementation that torch runs: ``"for-loop"``, ``"foreach"`` or ``"fused"``.
+        """Optimizer implementation that runs: ``"for-loop"``, ``"foreach"`` or ``"fused"``.
 
         Without flags torch uses foreach on accelerators, DTensor parameters included, and the for-loop on
-        CPU (``torch.optim.optimizer._default_to_fused_or_foreach``).
+        CPU (``torch.optim.optimizer._default_to_fused_or_foreach``). There the runtime takes a fused kernel,
+        if torch has one (:mod:`osdp.runtime.optimizer.local_steps`).
         """
         if self.fused:
             return FUSED
         if self.foreach is not None:
             return FOREACH if self.foreach else FOR_LOOP
-        by_default = self.fused is None and device_kind not in _FOR_LOOP_KINDS
-        return FOREACH if by_default else FOR_LOOP
+        if self.fused is not None:
+            return FOR_LOOP
+        if device_kind == "cpu" and OPTIMIZERS[self.optimizer].fused:
+            return FUSED
+        return FOR_LOOP if device_kind in _FOR_LOOP_KINDS else FOREACH
 
     def mismatch(self, optimizer: "Optimizer", spare: int = 0) -> list[str]:
         """Reasons why a live optimizer needs more memory than planned; empty if it does not.

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -131,9 +130,11 @@ def _step_seconds(
     Measures for about ``seconds``, with at least 3 and at most 50 steps.
     """
     optimizer = make_optimizer(training, parameters)
-    # The runtime steps the local tensors of DTensors.
-    is_sharded = isinstance(parameters[0], DTensor)
-    step = partial(step_local_tensors, optimizer, wrap_like) if is_sharded else optimizer.step
+
+    def step() -> None:
+        if not step_local_tensors(optimizer, wrap_like):  # as the runtime does
+            optimizer.step()
+
     device = parameters[0].device
     # Warm up; RAdam changes its formula after the fifth step.
     for _ in range(6 if training.optimizer == "RAdam" else 2):

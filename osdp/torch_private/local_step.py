@@ -1,17 +1,19 @@
-"""Optimizer steps on the local tensors of DTensors.
+"""Optimizer steps on the local tensors of DTensors, and by torch's fused kernels on CPUs.
 
 An elementwise optimizer computes the same with local tensors as with DTensors, in a fraction of the time:
-each of the ten or so operations of AdamW on a small parameter costs several times as much on a DTensor.
+each of the ten or so operations of AdamW on a small parameter costs several times as much on a DTensor. Its
+fused kernel makes them in one pass over memory, for which torch waits to be asked: a step of AdamW over the
+68 tensors of a small ResNet takes 3.7 ms by torch's default on CPUs, 3.2 by ``foreach``, 0.9 fused.
 """
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
+from torch.optim import SGD, Adagrad, Adam, Optimizer
 
 #: A hook before or after a step, called with optimizer and arguments.
 Hook = Callable[[Optimizer, Any, Any], Any]
@@ -19,80 +21,194 @@ Hook = Callable[[Optimizer, Any, Any], Any]
 #: States that are one number for each parameter, of any shape: torch keeps them as plain tensors.
 _NUMBERS = frozenset(("step", "eta", "mu", "mu_product"))
 
+#: Those of which torch has a fused kernel for CPUs; AdamW is an Adam.
+_FUSED_ON_CPU = (SGD, Adam, Adagrad)
+#: Of these dtypes a fused kernel rounds as the loop does. In narrower ones it keeps what that rounds away.
+_FUSED_DTYPES = (torch.float32, torch.float64)
+
+#: The gradient of a tensor of any class, without the subclass being asked.
+_grad_of: Any = torch._C.TensorBase.grad.__get__  # type: ignore[union-attr]
+
 
 class _Member:
     """A parameter in a step, and what the optimizer is given in its place.
 
-    Attributes:
+    Args:
         parameter: The parameter.
         given: Its local tensor, with its gradient and a version of its own; the parameter itself if plain.
+        kept: Its states.
         states: The states, as local tensors.
+
+    Attributes:
+        parameter: As there.
+        given: As there.
+        states: As there.
     """
 
     __slots__ = ("_before", "_kept", "given", "parameter", "states")
 
-    def __init__(self, parameter: torch.Tensor, kept: dict[str, Any]) -> None:
-        self.parameter, self._kept = parameter, kept
-        self.given, self.states, self._before = parameter, kept, kept
-        if isinstance(parameter, DTensor):
-            # Through ``data``: autograd must not see a new version of tensors saved for a pending backward.
-            self.given = parameter._local_tensor.data
-            self.given.grad = parameter.grad._local_tensor  # type: ignore[union-attr]
-            self.states = {key: getattr(value, "_local_tensor", value) for key, value in kept.items()}
-            self._before = self.states.copy()
+    def __init__(
+        self, parameter: torch.Tensor, given: torch.Tensor, kept: dict[str, Any], states: dict[str, Any]
+    ) -> None:
+        self.parameter, self.given, self.states = parameter, given, states
+        self._kept, self._before = kept, states if states is kept else states.copy()
+
+    @property
+    def is_local(self) -> bool:
+        """Whether a local tensor is given in place of a DTensor."""
+        return self.given is not self.parameter
 
     def keep_states(
         self, states: dict[torch.Tensor, Any], wrap: Callable[[torch.Tensor, DTensor], torch.Tensor]
     ) -> None:
         """Put into ``states``, those of an optimizer, what a step has left in place of the former states."""
-        for key, value in self.states.items():
-            if value is not self._before.get(key):
-                wraps = isinstance(value, torch.Tensor) and key not in _NUMBERS
-                self._kept[key] = wrap(value, self.parameter) if wraps else value  # type: ignore[arg-type]
+        if self.is_local:
+            for key, value in self.states.items():
+                if value is not self._before.get(key):
+                    wraps = isinstance(value, torch.Tensor) and key not in _NUMBERS
+                    self._kept[key] = wrap(value, self.parameter) if wraps else value  # type: ignore[arg-type]
         if self._kept:
             states[self.parameter] = self._kept
+
+
+def _member(parameter: torch.Tensor, grad: torch.Tensor, kept: dict[str, Any]) -> _Member | None:
+    """``parameter`` in a step; ``None`` if its gradient or a state has another layout.
+
+    Nor may a gradient have another dtype, which ``grad_dtype`` of a parameter allows.
+    """
+    if not isinstance(parameter, DTensor):
+        return _Member(parameter, parameter, kept, kept)
+    # Through ``data``: autograd must not see a new version of tensors saved for a pending backward.
+    given = parameter._local_tensor.data
+    own_grad = _local_like(grad, parameter, given)
+    if own_grad is None or own_grad.dtype != given.dtype:
+        return None
+    states = {}
+    for key, value in kept.items():
+        if key in _NUMBERS or not isinstance(value, torch.Tensor):
+            states[key] = getattr(value, "_local_tensor", value)
+            continue
+        local = _local_like(value, parameter, given)
+        if local is None:
+            return None
+        states[key] = local
+    given.grad = own_grad
+    return _Member(parameter, given, kept, states)
+
+
+def _local_like(tensor: torch.Tensor, parameter: DTensor, own: torch.Tensor) -> torch.Tensor | None:
+    """The local tensor of ``tensor``, if that is laid out as ``parameter`` with the local tensor ``own``."""
+    if not isinstance(tensor, DTensor):
+        return None
+    spec, other, local = parameter._spec, tensor._spec, tensor._local_tensor
+    is_alike = (
+        (spec is other or (spec.placements == other.placements and spec.mesh == other.mesh))
+        and type(local) is type(own) is torch.Tensor
+        and local.shape == own.shape
+        and local.device == own.device
+    )
+    return local if is_alike else None
 
 
 def step_local_tensors(
     optimizer: Optimizer, wrap: Callable[[torch.Tensor, DTensor], torch.Tensor]
 ) -> list[torch.Tensor]:
-    """Make one step, without its hooks, on local tensors.
+    """Make one step, without its hooks, on local tensors, and by a fused kernel where that is left open.
 
     Args:
-        optimizer: One of torch's elementwise optimizers. It has its DTensors again afterwards, also if the
-            step raises.
+        optimizer: One of torch's elementwise optimizers. It has its DTensors and options again afterwards,
+            also if the step raises.
         wrap: Returns the local tensor of a new state as a DTensor with the layout of a parameter.
 
     Returns:
-        The parameters that were stepped. If there are none, nothing was done: no DTensor has a gradient, or
-        one has a gradient or a state with another layout.
+        The parameters that were stepped. If there are none, nothing was done: a gradient or a state has
+        another layout than its parameter, or the step would be the optimizer's own.
     """
     states = optimizer.state
-    groups = []
+    members: list[list[_Member]] = []
     with torch._C.DisableTorchFunctionSubclass():
         for group in optimizer.param_groups:
-            with_gradient = [p for p in group["params"] if p.grad is not None]
-            if not all(_is_laid_out(p, states.get(p, {})) for p in with_gradient):
-                return []
             if any(isinstance(value, DTensor) for value in group.values()):
                 return []  # a learning rate, for one
-            groups.append(with_gradient)
-        members = [_Member(p, states.get(p, {})) for group in groups for p in group]
-    if not any(member.given is not member.parameter for member in members):
+            pairs = [(p, grad) for p in group["params"] if (grad := _grad_of(p)) is not None]
+            found = [_member(p, grad, states.get(p, {})) for p, grad in pairs]
+            known = [member for member in found if member is not None]
+            if len(known) < len(found):
+                return []
+            members.append(known)
+    fused = [
+        group
+        for group, own in zip(optimizer.param_groups, members, strict=True)
+        if own and _leaves_open(optimizer, group) and _fits_kernel(group, own)
+    ]
+    everyone = [member for own in members for member in own]
+    if not fused and not any(member.is_local for member in everyone):
         return []
-    given = {id(member.parameter): member.given for member in members}
     whole = parameter_lists(optimizer)
     try:
-        optimizer.state = defaultdict(dict, {member.given: member.states for member in members})
-        set_parameter_lists(optimizer, [[given[id(p)] for p in group] for group in groups])
+        optimizer.state = defaultdict(dict, {member.given: member.states for member in everyone})
+        set_parameter_lists(optimizer, [[member.given for member in own] for own in members])
+        for group in fused:
+            group["fused"] = True
         type(optimizer).step.__wrapped__(optimizer)  # type: ignore[attr-defined]  # without hooks
     finally:
+        for group in fused:
+            group["fused"] = None
         set_parameter_lists(optimizer, whole)
         optimizer.state = states
-        for member in members:
+        for member in everyone:
             member.keep_states(states, wrap)
-    increment_version([member.parameter for member in members if member.given is not member.parameter])
-    return [member.parameter for member in members]
+    # Local tensors have versions of their own, and a fused kernel counts none.
+    increment_version([member.parameter for member in everyone])
+    return [member.parameter for member in everyone]
+
+
+def leaves_fused_open(optimizer: Optimizer) -> bool:
+    """Whether the step may be made by a fused kernel for CPUs: torch has one, and the user left it open."""
+    return any(
+        _leaves_open(optimizer, group) and any(p.device.type == "cpu" for p in group["params"])
+        for group in optimizer.param_groups
+    )
+
+
+def _leaves_open(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
+    # With numbers that are tensors the loop computes in their dtype, a kernel does not.
+    numbers = (*group.values(), *group.get("betas", ()))
+    return (
+        isinstance(optimizer, _FUSED_ON_CPU)
+        and group.get("fused", False) is None
+        and group.get("foreach", False) is None
+        and not group.get("capturable")
+        and not any(isinstance(value, torch.Tensor) for value in numbers)
+    )
+
+
+def _fits_kernel(group: Mapping[str, Any], members: Sequence[_Member]) -> bool:
+    """Whether a fused kernel for CPUs can step ``members``: it takes memory as it lies, without strides."""
+    buffers = {member.states.get("momentum_buffer") is None for member in members}
+    if "momentum" in group and len(buffers) > 1:
+        return False  # the kernel makes the first step of all of them, or of none
+    for member in members:
+        given, states = member.given, member.states
+        grad = given.grad
+        assert grad is not None
+        if given.dtype not in _FUSED_DTYPES or given.device.type != "cpu" or grad.layout != torch.strided:
+            return False
+        step = states.get("step")
+        if step is not None and (not isinstance(step, torch.Tensor) or step.dtype != torch.float32):
+            return False
+        kept = (value for key, value in states.items() if key not in _NUMBERS)
+        others = (grad, *(value for value in kept if isinstance(value, torch.Tensor)))
+        if any(other.dtype != given.dtype or not _lies_alike(other, given) for other in others):
+            return False
+    return True
+
+
+def _lies_alike(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    if tensor.is_contiguous() and other.is_contiguous():
+        return True
+    dense = torch.ops.aten.is_non_overlapping_and_dense
+    return tensor.stride() == other.stride() and bool(dense(tensor)) and bool(dense(other))
 
 
 def parameter_lists(optimizer: Optimizer) -> list[list[torch.Tensor]]:
@@ -172,30 +288,3 @@ def _hooks_of(optimizer: Optimizer) -> "tuple[OrderedDict[int, Any], OrderedDict
     befores: Any = optimizer._optimizer_step_pre_hooks
     afters: Any = optimizer._optimizer_step_post_hooks
     return befores, afters
-
-
-def _is_laid_out(parameter: torch.Tensor, states: Mapping[str, Any]) -> bool:
-    """Whether gradient and states are laid out as ``parameter``, with plain local tensors; a plain one is.
-
-    Nor is a gradient of another dtype, which ``grad_dtype`` of a parameter allows.
-    """
-    if not isinstance(parameter, DTensor):
-        return True
-    if parameter.grad is not None and parameter.grad.dtype != parameter.dtype:
-        return False
-    kept = (value for key, value in states.items() if key not in _NUMBERS)
-    tensors = (value for value in kept if isinstance(value, torch.Tensor))
-    return all(_is_alike(tensor, parameter) for tensor in (parameter.grad, *tensors))
-
-
-def _is_alike(tensor: torch.Tensor | None, parameter: DTensor) -> bool:
-    if not isinstance(tensor, DTensor):
-        return False
-    spec, other = parameter._spec, tensor._spec
-    own, local = parameter._local_tensor, tensor._local_tensor
-    return (
-        (spec is other or (spec.placements == other.placements and spec.mesh == other.mesh))
-        and type(local) is type(own.data) is torch.Tensor
-        and local.shape == own.shape
-        and local.device == own.device
-    )

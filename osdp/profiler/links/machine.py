@@ -190,7 +190,7 @@ def ranks_per_core(shares: Sequence[CoreShare]) -> float:
 
 
 def machine_name() -> str:
-    """What names the running machine, the same in all of its containers: the id of its boot, if it has one."""
+    """What names the running machine in all of its containers alike: the id of its boot, if it has one."""
     return _BOOT.read_text(encoding="utf8").strip() if _BOOT.exists() else socket.gethostname()
 
 

@@ -24,6 +24,7 @@ from osdp.runtime.measured_steps import MeasuredSteps
 from osdp.runtime.module.replaced import Replaced
 from osdp.runtime.optimizer.local_steps import LocalSteps
 from osdp.runtime.running import RunningModel
+from osdp.torch_private.local_step import leaves_fused_open
 
 logger = logging.getLogger(__name__)
 
@@ -151,7 +152,7 @@ class OptimizerCheck:
     def _step_locally(self, optimizer: Optimizer) -> None:
         if optimizer in self._local_steps or not self._is_over_mine(optimizer):
             return  # those of other models are none of this one's business
-        if is_elementwise(optimizer) and _has_dtensors(optimizer):
+        if is_elementwise(optimizer) and (_has_dtensors(optimizer) or leaves_fused_open(optimizer)):
             self._local_steps[optimizer] = LocalSteps(optimizer)
 
     def _refuse_added(self, optimizer: Optimizer) -> None:

@@ -74,7 +74,7 @@ def local(value: Any) -> Any:
     return value.to_local() if isinstance(value, DTensor) else value
 
 
-VARIANTS: list[dict[str, Any]] = [{"foreach": False}, {"foreach": True}, {"fused": True}]
+VARIANTS: list[dict[str, Any]] = [{}, {"foreach": False}, {"foreach": True}, {"fused": True}]
 
 
 #: States that are one number for each parameter.
@@ -108,20 +108,126 @@ def test_values_and_states_are_those_of_steps_on_plain_tensors(
         steps.make_next(optimizer)
         optimizer.step()
         reference.step()
+    # The loop and the fused kernel, which the two make by default, agree but for the last bits.
+    tolerance = {"rtol": 0.0 if variant else 1e-13, "atol": 0.0}
     for got, want in zip(ours, plain, strict=True):
-        assert torch.equal(local(got.detach()), want)
+        torch.testing.assert_close(local(got.detach()), want.detach(), **tolerance)
         mine, theirs = optimizer.state[got], reference.state[want]
         assert list(mine) == list(theirs)
         for key, state in theirs.items():
             if not isinstance(state, torch.Tensor):
                 assert mine[key] == state
                 continue
-            assert torch.equal(local(mine[key]), state), key
+            torch.testing.assert_close(local(mine[key]), state, **tolerance)
             is_sharded = isinstance(got, DTensor) and key not in NUMBERS
             assert isinstance(mine[key], DTensor) == is_sharded, key
             if is_sharded:
                 assert mine[key].placements == got.placements and mine[key].shape == got.shape, key
     assert optimizer.state_dict()["param_groups"] == reference.state_dict()["param_groups"]
+
+
+class FusedSteps(TorchDispatchMode):
+    """Counts calls of fused kernels."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += "_fused_" in func.__name__
+        return func(*args, **(kwargs or {}))
+
+
+def fused_steps(members: list[nn.Parameter], optimizer: torch.optim.Optimizer) -> int:
+    """Calls of fused kernels in a step of ``optimizer``, whose members have gradients."""
+    steps = LocalSteps(optimizer)
+    steps.make_next(optimizer)
+    with FusedSteps() as counted:
+        optimizer.step()
+    steps.close()
+    return counted.count
+
+
+@pytest.mark.parametrize("name", [name for name, cost in OPTIMIZERS.items() if cost.fused])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_cpu_step_is_fused_if_nothing_was_asked_for(name: str, dtype: torch.dtype) -> None:
+    members = [nn.Parameter(torch.randn(4, 3, 2, 2, dtype=dtype)) for _ in range(2)]
+    members[1].data = members[1].to(memory_format=torch.channels_last)
+    members[1].grad = torch.ones_like(members[1])
+    members[0].grad = torch.ones_like(members[0])
+    optimizer = getattr(torch.optim, name)(members, lr=0.1)
+    options = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
+    versions = [version_of(parameter) for parameter in members]
+    assert fused_steps(members, optimizer) == 1
+    # A forward that saved them raises in backward, as after a step of torch's loop.
+    assert all(version_of(p) > version for p, version in zip(members, versions, strict=True))
+    found = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
+    assert found == options
+
+
+#: What leaves a step to torch's loop, by what a fused kernel would do otherwise.
+NOT_FUSED: dict[str, dict[str, Any]] = {
+    "asked for the loop": {"foreach": False},
+    "asked for no fused kernel": {"fused": False},
+    "would compute in the dtype of the parameter": {"lr": torch.tensor(0.1)},
+    "would compute with a number": {"betas": (torch.tensor(0.9), torch.tensor(0.999))},
+}
+
+
+@pytest.mark.parametrize("options", NOT_FUSED.values(), ids=NOT_FUSED)
+def test_options_that_a_fused_kernel_would_not_follow(options: dict[str, Any]) -> None:
+    parameter = nn.Parameter(torch.randn(4))
+    parameter.grad = torch.ones(4)
+    assert fused_steps([parameter], torch.optim.AdamW([parameter], **options)) == 0
+
+
+def test_memory_that_a_fused_kernel_would_not_follow() -> None:
+    """It goes through memory element by element, whatever the strides."""
+    transposed, rounded, counted = (nn.Parameter(torch.randn(4, 4)) for _ in range(3))
+    transposed.grad = torch.randn(4, 4).t()
+    rounded.data = rounded.bfloat16()
+    rounded.grad = torch.ones_like(rounded)
+    counted.grad = torch.ones_like(counted)
+    before = transposed.detach().clone()
+    optimizer = torch.optim.SGD([transposed], lr=1.0)
+    assert fused_steps([transposed], optimizer) == 0
+    assert torch.equal(transposed, before - transposed.grad)
+    # Its arithmetic is wider than that of the loop.
+    assert fused_steps([rounded], torch.optim.AdamW([rounded])) == 0
+    wide = torch.optim.AdamW([counted])
+    wide.step()
+    wide.state[counted]["step"] = wide.state[counted]["step"].double()
+    assert fused_steps([counted], wide) == 0
+
+
+def test_momentum_that_begins_later_is_left_to_the_loop() -> None:
+    """The kernel makes a first step for all of its parameters, or for none."""
+    early, late, twin = (nn.Parameter(torch.zeros(3)) for _ in range(3))
+    optimizer = torch.optim.SGD([early, late], lr=1.0, momentum=0.5, dampening=0.5)
+    early.grad = torch.ones(3)
+    assert fused_steps([early], optimizer) == 1
+    late.grad = torch.ones(3)
+    assert fused_steps([early, late], optimizer) == 0
+    assert fused_steps([early, late], optimizer) == 1
+    alone = torch.optim.SGD([twin], lr=1.0, momentum=0.5, dampening=0.5, foreach=False)
+    twin.grad = torch.ones(3)
+    for _ in range(2):
+        alone.step()
+    assert torch.equal(late, twin)
+
+
+def test_a_fused_step_that_fails_leaves_the_options_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    parameter = nn.Parameter(torch.randn(4))
+    parameter.grad = torch.ones(4)
+    optimizer = torch.optim.AdamW([parameter])
+    LocalSteps(optimizer).make_next(optimizer)
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("on purpose")
+
+    monkeypatch.setattr(torch, "_fused_adamw_", fail)
+    with pytest.raises(RuntimeError, match="on purpose"):
+        optimizer.step()
+    group = optimizer.param_groups[0]
+    assert group["fused"] is None and group["params"] == [parameter]
 
 
 class DTensorOperations(TorchDispatchMode):
