@@ -8,6 +8,9 @@ timed, and the fastest three compete with OSDP in turns, all of them made anew f
 of them is chosen on one half of the rounds and compared on the other. Bytes are those of the real process,
 gloo's buffers included (:mod:`benchmarks.support.live_bytes`). Rows of four ranks run two ranks on each core.
 
+All train by one script, whose ``torch.optim.AdamW(parameters, lr=...)`` leaves open how it steps: OSDP takes
+torch's fused kernel there, as on all CPUs, the rivals what torch takes.
+
 It takes hours; with ``--resume`` it goes on where an earlier run was ended. The plans, with all that they
 were searched from, are written to a folder beside the JSON.
 
