@@ -28,6 +28,9 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 
+#: Seconds that other ranks have to end by themselves after the first one that failed.
+LAST_WORDS = 10.0
+
 #: glibc's malloc neither maps large blocks on their own nor gives freed memory back (mallopt(3)), and asks
 #: for large pages.
 KEEP_MEMORY = {
@@ -137,7 +140,9 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]], folder: Path, timeout: float
         running = [rank for rank, process in enumerate(ranks) if process.poll() is None]
         if any(process.poll() for process in ranks):
             # The first to end is often only the first to notice: give the one that failed time to say why.
-            time.sleep(1)
+            patience = time.monotonic() + LAST_WORDS
+            while time.monotonic() < patience and any(process.poll() is None for process in ranks):
+                time.sleep(0.05)
             failed = {rank: process.poll() for rank, process in enumerate(ranks) if process.poll()}
             reports = [
                 f"rank {rank} ended with status {failed[rank]}:\n{_tail(folder, rank)}" for rank in failed

@@ -35,7 +35,8 @@ def _attribute(name: str) -> property:
 
     def get(tensor: torch.Tensor) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
-            return _as_group(attribute.__get__(tensor))
+            value = attribute.__get__(tensor)
+        return _as_group(value) if type(value) is DTensor else value
 
     def put(tensor: torch.Tensor, value: Any) -> None:
         with torch._C.DisableTorchFunctionSubclass():

@@ -154,8 +154,9 @@ class ParameterSteppedInShards(ReplicatedParameter):
         rows = shard_numel(plain.shape[:1], mesh.size())
         self._bounds = [min(rank * rows, len(plain)) for rank in range(mesh.size() + 1)]
         self._rank = mesh.get_local_rank()
-        #: The memory of each rank's shard, made when it is first needed.
+        #: The memory of each rank's shard, made when it is first needed, and the address of this rank's.
         self._parts: list[torch.Tensor] | None = None
+        self._own_pointer = 0
         self._whole = plain.detach()
         if not _is_dense_by_rows(self._whole):
             self._whole = self._whole.contiguous()
@@ -201,7 +202,11 @@ class ParameterSteppedInShards(ReplicatedParameter):
     def parts(self) -> list[torch.Tensor]:
         """The memory of each rank's shard, one after the other, with this rank's own values in it."""
         stored = self.stored
-        if stored.dtype != self._whole.dtype or stored.device != self._whole.device:
+        converted = stored.dtype != self._whole.dtype
+        if self._parts is not None and isinstance(stored, CountedDTensor) and not converted:
+            if data_pointer(stored) == self._own_pointer:
+                return self._parts  # as nearly always
+        if converted or stored.device != self._whole.device:
             self._whole = self._whole.to(stored.device, stored.dtype)
             self._parts = None
         if not isinstance(stored, CountedDTensor):
@@ -209,7 +214,8 @@ class ParameterSteppedInShards(ReplicatedParameter):
         if self._parts is None:
             # Through ``data``: autograd must not see a new version of tensors saved for a pending backward.
             self._parts = self.parts_of(self._whole.data)
-        if data_pointer(stored) != self._parts[self._rank].data_ptr():
+            self._own_pointer = self._parts[self._rank].data_ptr()
+        if data_pointer(stored) != self._own_pointer:
             self.own_part(self._whole).copy_(super().local)  # the stored parameter was given other storage
         return self._parts
 
