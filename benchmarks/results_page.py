@@ -217,8 +217,8 @@ def sections() -> Iterator[Section]:
             f"{len(rows)} rows drawn by a seed from models, memory limits, networks and numbers of ranks. "
             "Each rival trains the same batch as it pleases (recomputation, microbatches, buckets), and is "
             "drawn where its true peak fits: lines are medians over models, dots are rows. "
-            "AdamW steps by torch's fused kernel under OSDP, as on all CPUs, and as torch does by itself "
-            "under the rivals. "
+            "AdamW steps as torch does by itself under the rivals; under OSDP by torch's fused kernel, in "
+            "the rows of commits that have it (the file names the commit of each). "
             f"{sum(row['too_noisy'] for row in rows)} rows were too noisy to be judged."
             + (" The run was ended before the others." if not found["complete"] else ""),
             "contest",

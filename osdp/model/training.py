@@ -272,7 +272,7 @@ class Training:
                 of the optimizer's parameters.
             device_kind: As in :class:`osdp.hardware.device_info.DeviceInfo`.
         """
-        implementation = self.implementation(device_kind)
+        implementation = self.implementation(device_kind, at_worst=True)
         if implementation == FUSED or not local_bytes_per_tensor:
             return 0
         if implementation == FOREACH:
@@ -284,12 +284,17 @@ class Training:
             for current, previous in self.temporaries.for_loop
         )
 
-    def implementation(self, device_kind: str) -> str:
+    def implementation(self, device_kind: str, *, at_worst: bool = False) -> str:
         """Optimizer implementation that runs: ``"for-loop"``, ``"foreach"`` or ``"fused"``.
 
         Without flags torch uses foreach on accelerators, DTensor parameters included, and the for-loop on
         CPU (``torch.optim.optimizer._default_to_fused_or_foreach``). There the runtime takes a fused kernel,
         if torch has one (:mod:`osdp.runtime.optimizer.local_steps`).
+
+        Args:
+            device_kind: As in :class:`osdp.hardware.device_info.DeviceInfo`.
+            at_worst: The one that the runtime turns to where that kernel cannot make a step (in bfloat16, or
+                with a learning rate that is a tensor): memory has to suffice for it.
         """
         if self.fused:
             return FUSED
@@ -297,7 +302,7 @@ class Training:
             return FOREACH if self.foreach else FOR_LOOP
         if self.fused is not None:
             return FOR_LOOP
-        if device_kind == "cpu" and OPTIMIZERS[self.optimizer].fused:
+        if device_kind == "cpu" and OPTIMIZERS[self.optimizer].fused and not at_worst:
             return FUSED
         return FOR_LOOP if device_kind in _FOR_LOOP_KINDS else FOREACH
 

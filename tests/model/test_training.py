@@ -108,6 +108,15 @@ def test_implementation_is_the_one_torch_runs(
     assert ran == [Training(**flags).implementation("NVIDIA H100")]
 
 
+def test_memory_suffices_for_the_loop_that_a_fused_step_falls_back_to() -> None:
+    """A model in bfloat16 was planned as fused, without temporaries; its steps are torch's loop."""
+    by_default, loop = Training(), Training(foreach=False)
+    assert by_default.implementation("cpu") == FUSED
+    assert by_default.implementation("cpu", at_worst=True) == FOR_LOOP
+    assert by_default.step_temporary_bytes([400], "cpu") == loop.step_temporary_bytes([400], "cpu") == 800
+    assert Training(fused=True).step_temporary_bytes([400], "cpu") == 0
+
+
 @pytest.mark.parametrize("training", VARIANTS, ids=label)
 def test_read_from_a_live_optimizer(training: Training) -> None:
     optimizer = build(training, [nn.Parameter(torch.zeros(4))])

@@ -94,7 +94,7 @@ def _cost_in(
     # [operators][trainable parameters]: bytes that one rank's optimizer step updates.
     locals_sharded = [[_shard_bytes(p, world_size) for p in _trainable(op)] for op in operators]
     locals_whole = [[p.nbytes for p in _trainable(op)] for op in operators]
-    add = training.implementation(device_kind) != "for-loop"
+    add = training.implementation(device_kind, at_worst=True) != "for-loop"
     return OperatorCosts(
         **columns,
         state_sharded=_prefix(list(map(partial(_state, training, world_size), operators, locals_sharded))),
