@@ -13,7 +13,8 @@ instead of once per rank; a two-step reduce-scatter runs the two steps in revers
 placed as by the flat collective.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -23,7 +24,14 @@ from torch.distributed.fsdp import FSDPModule
 from osdp.comm.groups import Grid
 from osdp.comm.messages import PendingMessages
 from osdp.plan.sharding import Route
-from osdp.torch_private.distributed import AllGather, ReduceScatter, all_gather, backend_of, reduce_scatter
+from osdp.torch_private.distributed import (
+    AllGather,
+    ReduceScatter,
+    all_gather,
+    backend_of,
+    reduce_scatter,
+    storage_uses,
+)
 
 #: A reduction operation: one of c10d, or its bare type.
 ReduceOp = dist.ReduceOp | dist.ReduceOp.RedOpType
@@ -163,6 +171,26 @@ def _start_and_wait(start: Callable[[], dist.Work | None]) -> None:
         work.wait()
 
 
+#: Seconds after which a rank goes on although its memory is still held.
+_LONGEST_HELD = 1.0
+
+
+def wait_until_released(tensor: torch.Tensor, uses: int) -> None:
+    """Return when the memory of ``tensor`` is held as often as before a collective that has ended.
+
+    The thread of gloo that ran it lets go of what it gathered some time after the wait for it has ended:
+    20 us, or 6 to 17 ms if other programs want its core (torch 2.13, 2 cores, 2026-11). Whoever drops the
+    tensor by then frees nothing, and the step would peak that much higher.
+
+    Args:
+        tensor: The tensor that was given to the collective.
+        uses: :func:`osdp.torch_private.distributed.storage_uses` before.
+    """
+    until = time.monotonic() + _LONGEST_HELD
+    while storage_uses(tensor) > uses and time.monotonic() < until:
+        time.sleep(0)  # gives the core to the thread
+
+
 def scatter_sum(
     output: torch.Tensor,
     whole: torch.Tensor,
@@ -225,18 +253,32 @@ def _swap(sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], group:
 #: Shards of fewer elements are sent together: a message takes as long as this many bytes.
 _SMALL = 16384
 
+#: Most bytes that are packed at a time, which plans do not count. In shards over many ranks all parameters
+#: are small: those of an MLP over 64 ranks took their whole size once more.
+_MOST_PACKED = 2**19
+
 #: For each tensor the part of every rank, flat and in rank order.
 Parts = Sequence[Sequence[torch.Tensor]]
 
 
+def _packed_bytes(of_ranks: Sequence[torch.Tensor]) -> int:
+    """Bytes of a tensor's parts if they are small, so that they are packed; 0 otherwise."""
+    if max(part.numel() for part in of_ranks) >= _SMALL:
+        return 0
+    return sum(part.nbytes for part in of_ranks)
+
+
 class _Packed:
-    """Parts for few messages: large ones as they are, small ones of a dtype together."""
+    """Parts for few messages: large ones as they are, small ones of a dtype together until it is too much."""
 
     def __init__(self, parts: Parts) -> None:
         self._small: dict[torch.dtype, list[Sequence[torch.Tensor]]] = {}
         self.messages: list[Sequence[torch.Tensor]] = []
+        left = _MOST_PACKED
         for of_ranks in parts:
-            if max(part.numel() for part in of_ranks) >= _SMALL:
+            nbytes = _packed_bytes(of_ranks)
+            left -= nbytes
+            if not nbytes or left < 0:
                 self.messages.append(of_ranks)
             else:
                 self._small.setdefault(of_ranks[0].dtype, []).append(of_ranks)
@@ -289,15 +331,31 @@ def gather_in_place(
         group: The ranks.
         wait: Waits for messages.
     """
-    packed, mine, others = _Packed(parts), group.rank(), _others(group)
-    pairs = [(rank, of_ranks) for rank in others for of_ranks in packed.messages]
-    messages = _start(
-        (dist.P2POp(dist.irecv, parts[rank], group=group, group_peer=rank) for rank, parts in pairs),
-        (dist.P2POp(dist.isend, parts[mine], group=group, group_peer=rank) for rank, parts in pairs),
-    )
-    wait(messages)
-    for rank in others:
-        packed.unpack(rank)
+    mine, others = group.rank(), _others(group)
+    for portion in _portions(parts):
+        packed = _Packed(portion)
+        pairs = [(rank, of_ranks) for rank in others for of_ranks in packed.messages]
+        messages = _start(
+            (dist.P2POp(dist.irecv, parts[rank], group=group, group_peer=rank) for rank, parts in pairs),
+            (dist.P2POp(dist.isend, parts[mine], group=group, group_peer=rank) for rank, parts in pairs),
+        )
+        wait(messages)
+        for rank in others:
+            packed.unpack(rank)
+
+
+def _portions(parts: Parts) -> Iterator[Parts]:
+    """``parts`` in groups, in each of which all small ones can be packed."""
+    portion: list[Sequence[torch.Tensor]] = []
+    packed = 0
+    for of_ranks in parts:
+        nbytes = _packed_bytes(of_ranks)
+        if portion and nbytes and packed + nbytes > _MOST_PACKED:
+            yield portion
+            portion, packed = [], 0
+        portion.append(of_ranks)
+        packed += nbytes
+    yield portion
 
 
 class PartExchange:

@@ -125,6 +125,8 @@ class DeviceInfo(Savable):
         compute_overlap: Part of the compute beside a longer asynchronous collective that does not slow the
             collective down, from 0 to 1: on CPUs both need the cores.
         unit_overhead: Seconds of hooks per sharded unit and pass, beyond its collectives.
+        parameter_overhead: Seconds that an ``all_gather`` or ``reduce_scatter`` of a sharded unit takes for
+            each parameter in it, which is viewed and copied by itself, beyond what ``links`` say.
         gradient_overhead: Seconds of hooks per gradient of a replicated parameter and backward, beyond the
             copy into its bucket and the all-reduce.
         pass_overhead: Seconds per forward and backward that a model under a plan takes beyond all of these.
@@ -156,6 +158,7 @@ class DeviceInfo(Savable):
     mixed_overlap: float | None = None
     compute_overlap: float = 1.0
     unit_overhead: float = 0.0
+    parameter_overhead: float = 0.0
     gradient_overhead: float = 0.0
     pass_overhead: float = 0.0
     copy_bandwidth: float = 1e10

@@ -6,7 +6,7 @@ DTensors, which agree), and the tests count it again on the installed torch.
 """
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,10 @@ FOR_LOOP, FOREACH, FUSED = "for-loop", "foreach", "fused"
 
 #: Device kinds for which torch's default is the for-loop (``torch.utils._foreach_utils``).
 _FOR_LOOP_KINDS = ("cpu", "mps")
+
+#: Of these dtypes a fused kernel for CPUs rounds as the loop does. In narrower ones it keeps what that rounds
+#: away, so the runtime leaves them to the loop.
+FUSED_ON_CPU = frozenset(("float32", "float64"))
 
 #: How often torch wraps the step of an optimizer.
 _TORCH_WRAPPERS = 2
@@ -236,6 +240,9 @@ class Training:
         if "weight_decay" in read and _any(groups, "decoupled_weight_decay"):
             read["weight_decay"] = False
         flags = {key: groups[0].get(key) for key in ("foreach", "fused")}
+        if flags == dict.fromkeys(flags) and _has_tensors(groups):
+            # No kernel of torch reads them on a CPU; on accelerators torch refuses them.
+            flags["foreach"] = False if groups[0]["params"][0].device.type == "cpu" else None
         return cls(**{"optimizer": name, **read, **flags, **options})
 
     @property
@@ -272,7 +279,7 @@ class Training:
                 of the optimizer's parameters.
             device_kind: As in :class:`osdp.hardware.device_info.DeviceInfo`.
         """
-        implementation = self.implementation(device_kind, at_worst=True)
+        implementation = self.implementation(device_kind)
         if implementation == FUSED or not local_bytes_per_tensor:
             return 0
         if implementation == FOREACH:
@@ -284,17 +291,13 @@ class Training:
             for current, previous in self.temporaries.for_loop
         )
 
-    def implementation(self, device_kind: str, *, at_worst: bool = False) -> str:
+    def implementation(self, device_kind: str) -> str:
         """Optimizer implementation that runs: ``"for-loop"``, ``"foreach"`` or ``"fused"``.
 
         Without flags torch uses foreach on accelerators, DTensor parameters included, and the for-loop on
         CPU (``torch.optim.optimizer._default_to_fused_or_foreach``). There the runtime takes a fused kernel,
-        if torch has one (:mod:`osdp.runtime.optimizer.local_steps`).
-
-        Args:
-            device_kind: As in :class:`osdp.hardware.device_info.DeviceInfo`.
-            at_worst: The one that the runtime turns to where that kernel cannot make a step (in bfloat16, or
-                with a learning rate that is a tensor): memory has to suffice for it.
+        if torch has one and takes the parameters (:meth:`stepping`;
+        :mod:`osdp.runtime.optimizer.local_steps`).
         """
         if self.fused:
             return FUSED
@@ -302,9 +305,16 @@ class Training:
             return FOREACH if self.foreach else FOR_LOOP
         if self.fused is not None:
             return FOR_LOOP
-        if device_kind == "cpu" and OPTIMIZERS[self.optimizer].fused and not at_worst:
+        if device_kind == "cpu" and OPTIMIZERS[self.optimizer].fused:
             return FUSED
         return FOR_LOOP if device_kind in _FOR_LOOP_KINDS else FOREACH
+
+    def stepping(self, dtypes: Iterable[str], device_kind: str) -> "Training":
+        """This training for parameters of these dtypes, which the loop steps if no kernel takes them all."""
+        is_open = self.foreach is None and self.fused is None
+        if device_kind == "cpu" and is_open and not FUSED_ON_CPU.issuperset(dtypes):
+            return replace(self, foreach=False)
+        return self
 
     def mismatch(self, optimizer: "Optimizer", spare: int = 0) -> list[str]:
         """Reasons why a live optimizer needs more memory than planned; empty if it does not.
@@ -410,6 +420,12 @@ def _local_sizes(optimizer: "Optimizer") -> dict[str, list[int]]:
         local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
         sizes.setdefault(local.device.type, []).append(local.numel() * local.element_size())
     return sizes
+
+
+def _has_tensors(groups: Sequence[dict[str, Any]]) -> bool:
+    """Whether a number of the step, such as a learning rate, is a tensor."""
+    numbers = (value for group in groups for value in (*group.values(), *group.get("betas", ())))
+    return any(hasattr(value, "device") for value in numbers)
 
 
 def _any(groups: Sequence[dict[str, Any]], option: str) -> bool:

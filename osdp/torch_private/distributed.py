@@ -18,6 +18,7 @@ __all__ = [
     "number_of_groups",
     "reduce_scatter",
     "same_random_numbers",
+    "storage_uses",
     "store_of",
     "views_like",
 ]
@@ -61,6 +62,11 @@ def same_random_numbers(group: dist.ProcessGroup, device: torch.device) -> None:
         own = module.get_rng_state(device).to(device)
         dist.broadcast(own, group=group, group_src=0)
         module.set_rng_state(own.cpu(), device)
+
+
+def storage_uses(tensor: torch.Tensor) -> int:
+    """How many tensors hold the memory of ``tensor``, those of other threads among them."""
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 
 def store_of(group: dist.ProcessGroup) -> Any:

@@ -1,9 +1,12 @@
 """Each rank's shards reach every other rank, right in place."""
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
 
+from osdp.comm import collectives
 from osdp.comm.collectives import gather_in_place
 from osdp.comm.messages import PendingMessages
 from tests.helpers.distributed import run
@@ -41,3 +44,18 @@ def faults() -> list[str]:
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_ranks_fill_in_each_others_shards(world_size: int) -> None:
     assert run(world_size, faults) == [[]] * world_size
+
+
+def faults_in_portions() -> list[str]:
+    with mock.patch.object(collectives, "_MOST_PACKED", 40):
+        return [fault for fault in faults() if "messages" not in fault]
+
+
+def test_what_is_packed_at_a_time_is_bounded() -> None:
+    """Over 64 ranks the shards of an MLP are all small: packed at once they took its whole size once more."""
+    assert run(2, faults_in_portions) == [[], []]
+    parts = [[torch.ones(4), torch.ones(4)] for _ in range(5)]  # 32 bytes each
+    with mock.patch.object(collectives, "_MOST_PACKED", 100):
+        assert [len(portion) for portion in collectives._portions(parts)] == [3, 2]
+        # In a reduction, which is not waited for, the others are sent as they are.
+        assert [message[0].numel() for message in collectives._Packed(parts).messages] == [4, 4, 12]

@@ -65,6 +65,7 @@ def random_device(seed: int, **options: object) -> DeviceInfo:
         "unit_overhead": rng.uniform(0, 1e-3),
         "gradient_overhead": own.uniform(0, 1e-4),
         "pass_overhead": own.uniform(0, 1e-3),
+        "parameter_overhead": own.uniform(0, 1e-4),
         "host": HostLink(rng.uniform(1e8, 1e9), rng.uniform(1e8, 1e9), 2**40),
     }
     return DeviceInfo(**(facts | options))

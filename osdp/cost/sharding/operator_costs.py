@@ -38,6 +38,7 @@ class OperatorCosts:
     low_precision: Floats
     local_sharded: Floats  # bytes an optimizer step updates
     local_whole: Floats
+    num_parameters: Floats
     num_trainable: Floats
     num_cast: Floats  # gradients that are reduced in another dtype than autograd makes them in
     copy_in: Floats
@@ -94,7 +95,7 @@ def _cost_in(
     # [operators][trainable parameters]: bytes that one rank's optimizer step updates.
     locals_sharded = [[_shard_bytes(p, world_size) for p in _trainable(op)] for op in operators]
     locals_whole = [[p.nbytes for p in _trainable(op)] for op in operators]
-    add = training.implementation(device_kind, at_worst=True) != "for-loop"
+    add = training.implementation(device_kind) != "for-loop"
     return OperatorCosts(
         **columns,
         state_sharded=_prefix(list(map(partial(_state, training, world_size), operators, locals_sharded))),
@@ -241,6 +242,7 @@ _COLUMNS: dict[str, Callable[[Operator, int, Training], int]] = {
     "bucket": _bucket,
     "gradient_whole": lambda op, n, training: sum(p.nbytes for p in _trainable(op)),
     "low_precision": _low_precision,
+    "num_parameters": lambda op, n, training: len(op.parameters),
     "num_trainable": lambda op, n, training: len(_trainable(op)),
     "num_cast": lambda op, n, training: len(_cast_gradients(op, training)),
 }

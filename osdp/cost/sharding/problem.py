@@ -76,6 +76,7 @@ class ShardingProblem:
         settings: Settings of devices and training.
         device: The devices.
         training: The training.
+        stepped: The training as an optimizer steps parameters of these dtypes.
         profile: The profile.
         arrivals: When gradients of the chain's operators appear in backward.
         plain_saving: Seconds of the optimizer step saved by a plan that shards nothing, since its parameters
@@ -88,6 +89,7 @@ class ShardingProblem:
     settings: StepSettings
     device: DeviceInfo
     training: Training
+    stepped: Training
     profile: Profile
     arrivals: GradientArrivals
     plain_saving: float = 0.0
@@ -175,11 +177,12 @@ def build_problem(
     timeline = build_timeline(model_desc, profile, device.ranks_per_core if profile.measured else 1)
     operators = (*timeline.chain, *timeline.root)
     # Plain tensors save the optimizer's overhead per DTensor.
-    trainable = sum(parameter.trainable for operator in operators for parameter in operator.parameters)
+    dtypes = [p.dtype for operator in operators for p in operator.parameters if p.trainable]
+    stepped = training.stepping(dtypes, device.kind)
     optimizer = _optimizer(profile, device)
     return ShardingProblem(
         timeline=timeline,
-        costs=_operator_costs(timeline.chain, device, training, profile),
+        costs=_operator_costs(timeline.chain, device, stepped, profile),
         settings=StepSettings(
             # On one device FSDP2 has no streams for its copies.
             blocking=device.blocking or device.world_size == 1,
@@ -196,9 +199,10 @@ def build_problem(
         ),
         device=device,
         training=training,
+        stepped=stepped,
         profile=profile,
         arrivals=gradient_arrivals(timeline, model_desc, training),
-        plain_saving=trainable * (optimizer.per_dtensor - optimizer.per_tensor),
+        plain_saving=len(dtypes) * (optimizer.per_dtensor - optimizer.per_tensor),
     )
 
 
@@ -249,7 +253,7 @@ def cost_root(
 
     trained = [op for op in sharded if any(parameter.trainable for parameter in op.parameters)]
     last = sorted(trained, key=lambda op: op.first)[-1:]
-    costs = _operator_costs(last, problem.device, problem.training, problem.profile)
+    costs = _operator_costs(last, problem.device, problem.stepped, problem.profile)
     # 2. When each gradient appears in backward, and the temporaries of the optimizer step.
     arriving = [(operator, units) for (operator, _), (units, _) in zip(buckets, whole, strict=True)]
     arrivals = _gradient_arrivals(problem, sharded, arriving)
@@ -313,7 +317,7 @@ def _gradient_arrivals(
 def _cost_group(
     problem: ShardingProblem, operators: Sequence[Operator], strategy: UnitStrategy
 ) -> tuple[UnitCosts, float]:
-    costs = _operator_costs(operators, problem.device, problem.training, problem.profile)
+    costs = _operator_costs(operators, problem.device, problem.stepped, problem.profile)
     # No operators make no unit, so that all sums are zero.
     count = min(len(operators), 1)
     units = cost_units(

@@ -80,7 +80,8 @@ def _cost_units_in(
     copies = span(costs.copy_in) + _range_max(costs.cast_in, a, b)
     copying = np.maximum(span(costs.gradient) + copies, last + beside)
     # 2. Time of the reduction and of the optimizer's step.
-    reduce_seconds = _reduce_seconds(shard_group, kinds, reduce_input, bucket, count > 0)
+    each = np.where(sharded, device.parameter_overhead, 0.0)
+    reduce_seconds = _reduce_seconds(shard_group, kinds, reduce_input, bucket, count > 0) + each * count
     step = _optimizer_step(costs, kinds, span, count)
     units = UnitCosts(
         start=a,
@@ -118,7 +119,8 @@ def _cost_units_in(
         # A unit in the root unit adds bytes to its collective, and no latency.
         gather_seconds=np.where(
             sharded, kinds.own * shard_group.gather.latency + unsharded / shard_group.gather.bandwidth, 0.0
-        ),
+        )
+        + each * span(costs.num_parameters),
         reduce_seconds=reduce_seconds,
         step_seconds=step.seconds,
         kept=np.where(mode == UnitMode.SHARD_GRAD_OP, unsharded, 0.0),

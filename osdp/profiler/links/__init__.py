@@ -3,6 +3,7 @@
 Start at :func:`osdp.profiler.links.detect.detect`.
 
 - ``detect``: FSDP2's collectives on the live process group
+- ``fitting``: their latency and bandwidth, from timed units
 - ``fsdp_probe``: the units they are measured with
 - ``plan_probe``: what a replicated parameter and a pass cost beyond collectives
 - ``toy_model``: what both are made of

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from osdp.comm.groups import device_of
 from osdp.hardware.device_info import COLLECTIVES, DeviceInfo, Link, PointToPointLink
 from osdp.profiler.cache import MeasurementCache, placement
-from osdp.profiler.links.detect import fit
+from osdp.profiler.links.fitting import fit
 from osdp.profiler.links.machine import find_ranks_per_core
 from osdp.profiler.links.slowdowns import measure_slowdowns
 from osdp.profiler.links.timing import time_run

@@ -30,12 +30,8 @@ from osdp.comm.objects import broadcast_object, gather_objects
 from osdp.hardware.device_info import DOUBTFUL_RESIDUAL, FOREIGN_LOAD, DeviceInfo, Link
 from osdp.plan.sharding import Route
 from osdp.profiler.cache import LIFETIME, MeasurementCache, placement
-from osdp.profiler.links.fsdp_probe import (
-    UNITS,
-    Probe,
-    StepTimes,
-    UnitTimes,
-)
+from osdp.profiler.links.fitting import NO_GROWTH, fit_links, without_parameters
+from osdp.profiler.links.fsdp_probe import UNITS, Probe, StepTimes, UnitTimes, measure_parameters
 from osdp.profiler.links.machine import (
     available_memory,
     device_kind,
@@ -71,9 +67,6 @@ _FEWEST_SIZES = 3
 
 #: Steps that time a size at least, and that warm up a quick one.
 _FEWEST_STEPS = 2
-
-#: Bandwidth of a link whose times do not grow with size: a busy moment of the machine hid how they do.
-_NO_GROWTH = 2.0**60
 
 #: The one link that all ranks have fitted alike.
 _EVERYWHERE = ("world", "all_reduce")
@@ -168,7 +161,7 @@ def _measure_groups(
                 }
                 for route, seen in samples.items()
             }
-            attempts.append((_fit_links(name, group.mesh.size(), by_route), by_route))
+            attempts.append((fit_links(name, group.mesh.size(), by_route), by_route))
             if _worst_residual(attempts[-1][0]) <= DOUBTFUL_RESIDUAL:
                 break
         # What disturbs an attempt disturbs some sizes: times that fit a line best were disturbed least.
@@ -178,12 +171,14 @@ def _measure_groups(
     nbytes = _affordable_bytes(next(link for link in links if (link.group, link.collective) == _EVERYWHERE))
     probe = OverlapProbe(world, where, nbytes, timing)
     overlap = probe.overlap()
-    mixed, beside_compute, gradient_hooks, pass_hooks = overlap, 1.0, 0.0, 0.0
+    mixed, beside_compute, gradient_hooks, pass_hooks, parameters = overlap, 1.0, 0.0, 0.0, 0.0
     # On accelerators collectives do not hold up compute, so the link's own accounts say what shares it; and
     # they work through what is queued while hooks run.
     if where.type == "cpu":
         mixed, beside_compute = probe.mixed_overlap(), probe.compute_overlap()
         gradient_hooks, pass_hooks = measure_hooks(groups["world"].mesh, where, timing)
+        parameters = measure_parameters(groups["world"].mesh, where, timing)
+        links = [without_parameters(link, parameters) for link in links]
     speeds = torch.tensor([measure_flops(where), measure_copy(where)], dtype=torch.float64, device=where)
     dist.all_reduce(speeds, op=dist.ReduceOp.MIN, group=world)
     flops, copy = speeds.tolist()
@@ -199,6 +194,7 @@ def _measure_groups(
         mixed_overlap=min(overlap, mixed),
         compute_overlap=beside_compute,
         unit_overhead=overheads["world"],
+        parameter_overhead=parameters,
         gradient_overhead=gradient_hooks,
         pass_overhead=pass_hooks,
         copy_bandwidth=copy,
@@ -214,7 +210,7 @@ def _measure_groups(
 
 def _lifetime(info: DeviceInfo) -> timedelta:
     """How long it may be kept: doubtful measurements for the other starts of the same job alone."""
-    if any(link.bandwidth >= _NO_GROWTH for link in info.links):
+    if any(link.bandwidth >= NO_GROWTH for link in info.links):
         return timedelta(0)
     return timedelta(minutes=10) if info.doubts else LIFETIME
 
@@ -228,41 +224,6 @@ def _with_memory(info: DeviceInfo, limit: int, where: torch.device, world: Devic
         dist.all_reduce(least, op=dist.ReduceOp.MIN, group=world.get_group())
     limit, memory = least.tolist()
     return replace(info, memory_limit=limit, host=None if host is None else replace(host, memory=memory))
-
-
-def fit(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float, float]:
-    """Latency, bandwidth and largest relative error of the line through ``seconds`` over ``sizes``.
-
-    Minimises the sum of ``(latency + size / bandwidth - seconds) ** 2 / seconds`` over bandwidths that are
-    positive and latencies of at least what the smallest messages take beyond their bytes at the highest rate
-    seen. Without that floor, large messages that take more than their share (caches, other programs) pull
-    the latency down to nothing, and small units look free.
-
-    >>> latency, bandwidth, residual = fit([1000, 2000, 4000], [2.0, 3.0, 5.0])
-    >>> round(latency, 9), round(bandwidth, 6), round(residual, 9)
-    (1.0, 1000.0, 0.0)
-    >>> round(fit([1000, 2000, 4000], [2.0, 3.0, 20.0])[0], 9)
-    0.5
-    """
-    # Normal equations of a 2 x 2 system with the weights 1/t.
-    aa = sum(1 / t for t in seconds)
-    ab = sum(size / t for size, t in zip(sizes, seconds, strict=True))
-    bb = sum(size * size / t for size, t in zip(sizes, seconds, strict=True))
-    a, b = float(len(sizes)), float(sum(sizes))
-    determinant = aa * bb - ab * ab
-    latency = (a * bb - b * ab) / determinant if determinant > 0 else -1.0
-    per_byte = (b * aa - a * ab) / determinant if determinant > 0 else -1.0
-    # Of the faster of two messages, so that one odd time does not decide.
-    fast = 0 if seconds[0] <= seconds[1] else 1
-    floor = seconds[fast] - sizes[fast] * min(t / size for size, t in zip(sizes, seconds, strict=True))
-    if latency < floor:
-        latency, per_byte = floor, (b - floor * ab) / bb
-    if per_byte <= 0:
-        # Time that does not grow with size is latency alone; a bandwidth must still be given.
-        latency, per_byte = a / aa, 1 / _NO_GROWTH
-    fitted = [latency + size * per_byte for size in sizes]
-    residual = max(abs(f / t - 1) for f, t in zip(fitted, seconds, strict=True))
-    return latency, 1 / per_byte, residual
 
 
 def _resolve_device(device: str | torch.device | None, mesh: DeviceMesh | None) -> torch.device:
@@ -447,42 +408,6 @@ def _maximum(value: float, group: dist.ProcessGroup, device: torch.device) -> fl
     agreed = torch.tensor(value, dtype=torch.float64, device=device)
     dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=group)
     return float(agreed)
-
-
-def _fit_links(group: str, size: int, by_route: Mapping[Route, dict[int, UnitTimes]]) -> list[Link]:
-    """The three links of a group, in the order of ``COLLECTIVES``, by the route that a unit is fastest on.
-
-    Of all ranks the backend's own reduce-scatter is kept as well: it is what FSDP2 uses without a plan.
-    """
-    common = set.intersection(*(set(samples) for samples in by_route.values()))
-
-    def total(route: Route) -> float:
-        return sum(times.unshard + times.reduce for size, times in by_route[route].items() if size in common)
-
-    fastest, first = min(by_route, key=total), next(iter(by_route))
-    links = [
-        _fit_link(
-            collective, group, size, route, {b: getattr(times, name) for b, times in by_route[route].items()}
-        )
-        for collective, name, route in (
-            ("all_gather", "unshard", fastest),
-            ("reduce_scatter", "reduce", fastest),
-            ("all_reduce", "all_reduce", first),
-        )
-    ]
-    if group == "world" and fastest is not first:
-        own = {nbytes: times.reduce for nbytes, times in by_route[first].items()}
-        links.append(_fit_link("reduce_scatter", group, size, first, own))
-    return links
-
-
-def _fit_link(collective: str, group: str, size: int, route: Route, seen: Mapping[int, float]) -> Link:
-    # A time that noise swallowed whole says nothing; where hardly any is left, all are next to nothing.
-    left = {nbytes: seconds for nbytes, seconds in seen.items() if seconds > 0}
-    if len(left) < 2:
-        left = {nbytes: max(seconds, 1e-9) for nbytes, seconds in seen.items()}
-    latency, bandwidth, residual = fit(list(left), list(left.values()))
-    return Link(collective, group, size, latency, bandwidth, residual, by_exchange=route.by_exchange)
 
 
 def _affordable_bytes(all_reduce: Link) -> int:

@@ -14,6 +14,9 @@ from torch import nn
 #: few milliseconds.
 _SWEPT = 2**21
 
+#: Parameters of a unit that stands for one block.
+NUM_TENSORS = 12
+
 
 class ComputeClock:
     """Time spent on compute and on making gradients, which is not part of the communication."""
@@ -71,15 +74,22 @@ class _Compute(torch.autograd.Function):
 
 
 class ToyUnit(nn.Module):
-    """Parameters with the shapes of a transformer block's twelve tensors."""
+    """Parameters with the shapes of the twelve tensors of a transformer block, or of several in its place.
 
-    def __init__(self, nbytes: int, device: torch.device, clock: ComputeClock) -> None:
+    Args:
+        nbytes: About their bytes.
+        device: Where they are.
+        clock: Counts the time of what a unit computes.
+        blocks: Number of blocks that make up ``nbytes`` together.
+    """
+
+    def __init__(self, nbytes: int, device: torch.device, clock: ComputeClock, blocks: int = 1) -> None:
         super().__init__()
         # 12 h^2 elements in four matrices, of four bytes each; the vectors hardly count.
-        h = max(1, round((nbytes / 48) ** 0.5))
+        h = max(1, round((nbytes / blocks / 48) ** 0.5))
         matrices = ((3 * h, h), (h, h), (4 * h, h), (h, 4 * h))
         vectors = ((3 * h,), (4 * h,), *[(h,)] * 6)
-        make = (torch.zeros(shape, device=device) for shape in (*matrices, *vectors))
+        make = (torch.zeros(shape, device=device) for shape in (*matrices, *vectors) * blocks)
         self.tensors = nn.ParameterList([nn.Parameter(tensor) for tensor in make])
         self._clock = clock
 

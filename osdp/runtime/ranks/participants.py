@@ -14,13 +14,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from osdp.comm.collectives import ReduceOp, TwoStepAllGather, scatter_sum
+from osdp.comm.collectives import ReduceOp, TwoStepAllGather, scatter_sum, wait_until_released
 from osdp.comm.messages import Pending
 from osdp.model.fqn import is_inside
 from osdp.nn.modules import kind_of, sliced_dim
 from osdp.nn.sliced_weight import SlicedWeight
 from osdp.plan.sharding import ShardingPlan
-from osdp.torch_private.distributed import AllGather, DefaultReduceScatter, ReduceScatter
+from osdp.torch_private.distributed import AllGather, DefaultReduceScatter, ReduceScatter, storage_uses
 from osdp.torch_private.dtensor import wrap_like
 from osdp.torch_private.fsdp_comms import (
     comms_of,
@@ -355,7 +355,9 @@ class _OrderedGather(_Ordered, AllGather):
 
         if not waits:
             return start()
+        uses = storage_uses(output_tensor)
         order.run(start, index, GATHER)
+        wait_until_released(output_tensor, uses)
         if isinstance(self._inner, TwoStepAllGather):
             self._inner.free()
         return None

@@ -8,8 +8,9 @@ import pytest
 
 from osdp.cost.sharding.problem import RootUnitCost, StepSettings, build_problem, cost_root
 from osdp.cost.sharding.simulate import simulate_units
-from osdp.cost.sharding.strategies import FULL_SHARD, NO_SHARD, UnitStrategy
+from osdp.cost.sharding.strategies import FULL_SHARD, NO_SHARD, UnitStrategy, strategy_table
 from osdp.cost.sharding.time import compute_after, compute_until, unit_seconds
+from osdp.cost.sharding.unit_costs import cost_units
 from osdp.cost.sharding.units import UnitCosts
 from osdp.model.training import Training
 from tests.helpers.problems import random_device, random_model, random_problem
@@ -68,6 +69,23 @@ def test_hooks_of_replicated_gradients_take_device_time() -> None:
     price = unit_seconds(some, RootUnitCost(), hooked)
     assert price.backward.tolist() == price.silent.tolist() == [1.5, 0.0]
     assert price.link.tolist() == [0.0, 0.0]
+
+
+def test_units_of_many_small_parameters_take_longer_to_gather_and_to_reduce() -> None:
+    """FSDP2 views and copies each: a ResNet's unit of 60 tensors took 1.2 times what its bytes say."""
+
+    def cost(overhead: float) -> UnitCosts:
+        problem = random_problem(3, 2, 2, parameter_overhead=overhead)
+        spans = [0, 0], [1, len(problem.timeline.chain)]
+        strategies = strategy_table([FULL_SHARD, FULL_SHARD])
+        return cost_units(problem.costs, *spans, strategies, problem.device)
+
+    chain = random_problem(3, 2, 2).timeline.chain
+    parameters = [[p for operator in span for p in operator.parameters] for span in (chain[:1], chain)]
+    free, dear = cost(0.0), cost(0.5)
+    gather, reduce = dear.gather_seconds - free.gather_seconds, dear.reduce_seconds - free.reduce_seconds
+    assert gather == pytest.approx([0.5 * len(found) for found in parameters])
+    assert reduce == pytest.approx([0.5 * sum(p.trainable for p in found) for found in parameters])
 
 
 def test_what_a_pass_takes_outside_the_units() -> None:

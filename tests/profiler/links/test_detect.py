@@ -17,7 +17,7 @@ from osdp.hardware.device_info import COLLECTIVES, DOUBTFUL_RESIDUAL, DeviceInfo
 from osdp.plan.sharding import Route
 from osdp.profiler.links import detect as collectives
 from osdp.profiler.links import machine, toy_model
-from osdp.profiler.links.detect import fit
+from osdp.profiler.links.fitting import fit, fit_links, without_parameters
 from osdp.profiler.links.fsdp_probe import Probe, StepTimes, UnitTimes
 from osdp.profiler.links.overlap import OverlapProbe, hidden_part
 from osdp.profiler.links.timing import WALL_CLOCK, fast_quartile, timing_beside, trimmed_mean
@@ -106,7 +106,7 @@ def test_ranks_of_a_core_are_counted_not_measured(tmp_path: Path) -> None:
 
 
 def test_links_take_their_times() -> None:
-    links = collectives._fit_links("inside 8", 8, {Route.FLAT: _SAMPLES})
+    links = fit_links("inside 8", 8, {Route.FLAT: _SAMPLES})
     assert [(link.collective, link.group, link.size) for link in links] == [
         (name, "inside 8", 8) for name in COLLECTIVES
     ]
@@ -117,7 +117,7 @@ def test_links_take_their_times() -> None:
 def test_the_backends_own_reduce_scatter_stays_known_beside_a_faster_exchange() -> None:
     slow = {b: UnitTimes(1e-3 + b / 1e9, 1e-4, 4e-3 + b / 1e9, 3e-3 + b / 4e9) for b in SIZES}
     fast = {b: UnitTimes(1e-3 + b / 1e9, 1e-4, 2e-3 + b / 2e9, 3e-3 + b / 4e9) for b in SIZES}
-    links = collectives._fit_links("world", 4, {Route.FLAT: slow, Route.EXCHANGE: fast})
+    links = fit_links("world", 4, {Route.FLAT: slow, Route.EXCHANGE: fast})
     device = DeviceInfo(memory_limit=2**30, devices_per_node=4, links=tuple(links))
     assert device.link("reduce_scatter").by_exchange
     assert device.link("reduce_scatter").latency == pytest.approx(2e-3)
@@ -125,18 +125,16 @@ def test_the_backends_own_reduce_scatter_stays_known_beside_a_faster_exchange() 
     assert (chosen.route, chosen.searched) == (Route.EXCHANGE, True)
     assert (own.route, own.searched) == (Route.FLAT, False)
     assert own.reduce.latency == pytest.approx(4e-3)
-    inside = collectives._fit_links("inside 2", 2, {Route.FLAT: slow, Route.EXCHANGE: fast})
+    inside = fit_links("inside 2", 2, {Route.FLAT: slow, Route.EXCHANGE: fast})
     assert len(inside) == 3
 
 
 def test_a_time_that_noise_swallowed_does_not_count() -> None:
     samples = _SAMPLES | {SIZES[0]: UnitTimes(0.0, 1e-4, 0.0, 3e-3)}
-    links = collectives._fit_links("world", 8, {Route.FLAT: samples})
+    links = fit_links("world", 8, {Route.FLAT: samples})
     assert [link.bandwidth for link in links[:2]] == pytest.approx([1e9, 2e9])
     nothing = dict.fromkeys(SIZES, UnitTimes(0.0, 0.0, 0.0, 0.0))
-    assert all(
-        link.seconds(SIZES[-1]) < 1e-6 for link in collectives._fit_links("world", 8, {Route.FLAT: nothing})
-    )
+    assert all(link.seconds(SIZES[-1]) < 1e-6 for link in fit_links("world", 8, {Route.FLAT: nothing}))
 
 
 def test_hidden_part_stays_in_its_range() -> None:
@@ -168,6 +166,15 @@ def test_bad_limits(limit, error: str) -> None:
         DeviceInfo.detect(limit, device="cpu")
 
 
+def test_the_latency_of_a_unit_is_not_that_of_its_parameters() -> None:
+    """They are counted for each unit, however many it has: a ResNet's has 60, a timed one twelve."""
+    gather = Link("all_gather", "world", 2, latency=1e-3, bandwidth=1e9)
+    assert without_parameters(gather, 2e-5).latency == pytest.approx(1e-3 - 12 * 2e-5)
+    assert without_parameters(gather, 1e-3).latency == pytest.approx(2.5e-4)  # noise never makes units free
+    whole = Link("all_reduce", "world", 2, latency=1e-3, bandwidth=1e9)
+    assert without_parameters(whole, 2e-5) == whole
+
+
 def _detected() -> tuple[DeviceInfo, list[str]]:
     info = DeviceInfo.detect("64MiB", sizes=FEW, repeats=3, seconds=0.2)
     refused = []
@@ -194,6 +201,7 @@ def test_two_ranks_agree() -> None:
     assert all(link.latency + link.residual > 0 for link in info.links)
     assert 0 < info.unit_overhead < info.link("all_gather").seconds(2**20)
     assert info.gradient_overhead >= 0 and info.pass_overhead >= 0
+    assert 0 < info.parameter_overhead < info.link("all_gather").seconds(2**20)
     assert DeviceInfo(memory_limit=2**26).memory_limit == info.memory_limit
     assert len(refused) == 3 and "ascending" in refused[0] and "nodes of 3" in refused[2]
 

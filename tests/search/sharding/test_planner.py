@@ -315,7 +315,7 @@ def test_replication_is_taken_where_nothing_shows_that_it_is_slower(residual: fl
     model_desc, profile = random_model(0, 4, 2)
     device = random_device(
         0, devices_per_node=2, links=uneven_links(residual), memory_limit=2**60, blocking=True,
-        unit_overhead=0.0, overlap=0.0, mixed_overlap=0.0, gradient_overhead=0.0,
+        unit_overhead=0.0, overlap=0.0, mixed_overlap=0.0, gradient_overhead=0.0, parameter_overhead=0.0,
     )  # fmt: skip
     candidate = Candidate(Training(optimizer="SGD"), profile)
     plain = best_plan(model_desc, [candidate], device, SearchOptions(allowed=(Mode.NO_SHARD,)))

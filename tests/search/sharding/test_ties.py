@@ -134,7 +134,7 @@ def test_the_spread_makes_ties(residual: float) -> None:
     )
     device = random_device(
         0, devices_per_node=2, links=links, memory_limit=2**60, blocking=True, unit_overhead=0.0, overlap=0.0,
-        mixed_overlap=0.0,
+        mixed_overlap=0.0, parameter_overhead=0.0,
     )  # fmt: skip
     problem = build_problem(model_desc, profile, device, Training(optimizer="SGD"))
     options = SearchOptions()

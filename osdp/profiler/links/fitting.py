@@ -1,0 +1,96 @@
+"""Links that follow from timed units: latency and bandwidth of each collective, by least squares."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from osdp.hardware.device_info import Link
+from osdp.plan.sharding import Route
+from osdp.profiler.links.fsdp_probe import UnitTimes
+from osdp.profiler.links.toy_model import NUM_TENSORS
+
+#: Bandwidth of a link whose times do not grow with size: a busy moment of the machine hid how they do.
+NO_GROWTH = 2.0**60
+
+
+def fit(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float, float]:
+    """Latency, bandwidth and largest relative error of the line through ``seconds`` over ``sizes``.
+
+    Minimises the sum of ``(latency + size / bandwidth - seconds) ** 2 / seconds`` over bandwidths that are
+    positive and latencies of at least what the smallest messages take beyond their bytes at the highest rate
+    seen. Without that floor, large messages that take more than their share (caches, other programs) pull
+    the latency down to nothing, and small units look free.
+
+    >>> latency, bandwidth, residual = fit([1000, 2000, 4000], [2.0, 3.0, 5.0])
+    >>> round(latency, 9), round(bandwidth, 6), round(residual, 9)
+    (1.0, 1000.0, 0.0)
+    >>> round(fit([1000, 2000, 4000], [2.0, 3.0, 20.0])[0], 9)
+    0.5
+    """
+    # Normal equations of a 2 x 2 system with the weights 1/t.
+    aa = sum(1 / t for t in seconds)
+    ab = sum(size / t for size, t in zip(sizes, seconds, strict=True))
+    bb = sum(size * size / t for size, t in zip(sizes, seconds, strict=True))
+    a, b = float(len(sizes)), float(sum(sizes))
+    determinant = aa * bb - ab * ab
+    latency = (a * bb - b * ab) / determinant if determinant > 0 else -1.0
+    per_byte = (b * aa - a * ab) / determinant if determinant > 0 else -1.0
+    # Of the faster of two messages, so that one odd time does not decide.
+    fast = 0 if seconds[0] <= seconds[1] else 1
+    floor = seconds[fast] - sizes[fast] * min(t / size for size, t in zip(sizes, seconds, strict=True))
+    if latency < floor:
+        latency, per_byte = floor, (b - floor * ab) / bb
+    if per_byte <= 0:
+        # Time that does not grow with size is latency alone; a bandwidth must still be given.
+        latency, per_byte = a / aa, 1 / NO_GROWTH
+    fitted = [latency + size * per_byte for size in sizes]
+    residual = max(abs(f / t - 1) for f, t in zip(fitted, seconds, strict=True))
+    return latency, 1 / per_byte, residual
+
+
+def fit_links(group: str, size: int, by_route: Mapping[Route, dict[int, UnitTimes]]) -> list[Link]:
+    """The three links of a group, in the order of ``COLLECTIVES``, by the route that a unit is fastest on.
+
+    Of all ranks the backend's own reduce-scatter is kept as well: it is what FSDP2 uses without a plan.
+    """
+    common = set.intersection(*(set(samples) for samples in by_route.values()))
+
+    def total(route: Route) -> float:
+        return sum(times.unshard + times.reduce for size, times in by_route[route].items() if size in common)
+
+    fastest, first = min(by_route, key=total), next(iter(by_route))
+    links = [
+        _fit_link(
+            collective, group, size, route, {b: getattr(times, name) for b, times in by_route[route].items()}
+        )
+        for collective, name, route in (
+            ("all_gather", "unshard", fastest),
+            ("reduce_scatter", "reduce", fastest),
+            ("all_reduce", "all_reduce", first),
+        )
+    ]
+    if group == "world" and fastest is not first:
+        own = {nbytes: times.reduce for nbytes, times in by_route[first].items()}
+        links.append(_fit_link("reduce_scatter", group, size, first, own))
+    return links
+
+
+def _fit_link(collective: str, group: str, size: int, route: Route, seen: Mapping[int, float]) -> Link:
+    # A time that noise swallowed whole says nothing; where hardly any is left, all are next to nothing.
+    left = {nbytes: seconds for nbytes, seconds in seen.items() if seconds > 0}
+    if len(left) < 2:
+        left = {nbytes: max(seconds, 1e-9) for nbytes, seconds in seen.items()}
+    latency, bandwidth, residual = fit(list(left), list(left.values()))
+    return Link(collective, group, size, latency, bandwidth, residual, by_exchange=route.by_exchange)
+
+
+def without_parameters(link: Link, seconds: float) -> Link:
+    """``link`` without what the parameters of the timed units added to its latency.
+
+    Args:
+        link: A link that was fitted to units of :data:`osdp.profiler.links.toy_model.NUM_TENSORS` parameters.
+        seconds: Seconds of one parameter.
+    """
+    if link.collective == "all_reduce":
+        return link  # of one tensor
+    # Noise in what a parameter takes must not make units free.
+    return replace(link, latency=max(link.latency - NUM_TENSORS * seconds, link.latency / 4))
