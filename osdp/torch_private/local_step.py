@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adagrad, Adam, Optimizer
@@ -23,6 +24,9 @@ _NUMBERS = frozenset(("step", "eta", "mu", "mu_product"))
 
 #: Those of which torch has a fused kernel for CPUs; AdamW is an Adam.
 _FUSED_ON_CPU = (SGD, Adam, Adagrad)
+#: Options that a kernel takes as booleans only, and as numbers.
+_FLAGS = ("amsgrad", "maximize", "nesterov")
+_FACTORS = ("lr", "lr_decay", "eps", "weight_decay", "momentum", "dampening")
 #: Of these dtypes a fused kernel rounds as the loop does. In narrower ones it keeps what that rounds away.
 _FUSED_DTYPES = (torch.float32, torch.float64)
 
@@ -128,7 +132,7 @@ def step_local_tensors(
     members: list[list[_Member]] = []
     with torch._C.DisableTorchFunctionSubclass():
         for group in optimizer.param_groups:
-            if any(isinstance(value, DTensor) for value in group.values()):
+            if group.get("differentiable") or any(isinstance(value, DTensor) for value in group.values()):
                 return []  # a learning rate, for one
             pairs = [(p, grad) for p in group["params"] if (grad := _grad_of(p)) is not None]
             found = [_member(p, grad, states.get(p, {})) for p, grad in pairs]
@@ -158,8 +162,9 @@ def step_local_tensors(
         optimizer.state = states
         for member in everyone:
             member.keep_states(states, wrap)
-    # Local tensors have versions of their own, and a fused kernel counts none.
-    increment_version([member.parameter for member in everyone])
+        # Local tensors have versions of their own, and a fused kernel counts none. A step that raises may
+        # have changed some, too: what was gathered before it is out of date.
+        increment_version([member.parameter for member in everyone])
     return [member.parameter for member in everyone]
 
 
@@ -172,14 +177,15 @@ def leaves_fused_open(optimizer: Optimizer) -> bool:
 
 
 def _leaves_open(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
-    # With numbers that are tensors the loop computes in their dtype, a kernel does not.
-    numbers = (*group.values(), *group.get("betas", ()))
+    # The loop computes with tensors, and numbers of NumPy, in their own dtype; a kernel does not.
+    factors = (*(group.get(name, 0.0) for name in _FACTORS), *group.get("betas", ()))
     return (
         isinstance(optimizer, _FUSED_ON_CPU)
         and group.get("fused", False) is None
         and group.get("foreach", False) is None
         and not group.get("capturable")
-        and not any(isinstance(value, torch.Tensor) for value in numbers)
+        and all(isinstance(group.get(name, False), bool) for name in _FLAGS)
+        and all(isinstance(factor, (float, int)) for factor in factors)
     )
 
 
@@ -192,6 +198,8 @@ def _fits_kernel(group: Mapping[str, Any], members: Sequence[_Member]) -> bool:
         given, states = member.given, member.states
         grad = given.grad
         assert grad is not None
+        if type(given) not in (torch.Tensor, nn.Parameter):
+            return False  # a subclass need not know the kernel; torch gives it to none by itself, either
         if given.dtype not in _FUSED_DTYPES or given.device.type != "cpu" or grad.layout != torch.strided:
             return False
         step = states.get("step")
@@ -199,7 +207,9 @@ def _fits_kernel(group: Mapping[str, Any], members: Sequence[_Member]) -> bool:
             return False
         kept = (value for key, value in states.items() if key not in _NUMBERS)
         others = (grad, *(value for value in kept if isinstance(value, torch.Tensor)))
-        if any(other.dtype != given.dtype or not _lies_alike(other, given) for other in others):
+        if not all(type(other) is torch.Tensor and other.dtype == given.dtype for other in others):
+            return False
+        if not all(_lies_alike(other, given) for other in others):
             return False
     return True
 
