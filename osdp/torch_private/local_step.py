@@ -8,9 +8,10 @@ fused kernel makes them in one pass over memory, for which torch waits to be ask
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adagrad, Adam, Optimizer
@@ -23,6 +24,9 @@ _NUMBERS = frozenset(("step", "eta", "mu", "mu_product"))
 
 #: Those of which torch has a fused kernel for CPUs; AdamW is an Adam.
 _FUSED_ON_CPU = (SGD, Adam, Adagrad)
+#: Options that a kernel takes as booleans only, and as numbers.
+_FLAGS = ("amsgrad", "maximize", "nesterov")
+_FACTORS = ("lr", "lr_decay", "eps", "weight_decay", "momentum", "dampening")
 #: Of these dtypes a fused kernel rounds as the loop does. In narrower ones it keeps what that rounds away.
 _FUSED_DTYPES = (torch.float32, torch.float64)
 
@@ -30,28 +34,20 @@ _FUSED_DTYPES = (torch.float32, torch.float64)
 _grad_of: Any = torch._C.TensorBase.grad.__get__  # type: ignore[union-attr]
 
 
-class _Member:
+class _Member(NamedTuple):
     """A parameter in a step, and what the optimizer is given in its place.
 
-    Args:
+    Attributes:
         parameter: The parameter.
         given: Its local tensor, with its gradient and a version of its own; the parameter itself if plain.
-        kept: Its states.
-        states: The states, as local tensors.
-
-    Attributes:
-        parameter: As there.
-        given: As there.
-        states: As there.
+        states: Its states in the optimizer.
+        given_states: The states as local tensors; ``states`` itself if plain.
     """
 
-    __slots__ = ("_before", "_kept", "given", "parameter", "states")
-
-    def __init__(
-        self, parameter: torch.Tensor, given: torch.Tensor, kept: dict[str, Any], states: dict[str, Any]
-    ) -> None:
-        self.parameter, self.given, self.states = parameter, given, states
-        self._kept, self._before = kept, states if states is kept else states.copy()
+    parameter: torch.Tensor
+    given: torch.Tensor
+    states: dict[str, Any]
+    given_states: dict[str, Any]
 
     @property
     def is_local(self) -> bool:
@@ -59,41 +55,46 @@ class _Member:
         return self.given is not self.parameter
 
     def keep_states(
-        self, states: dict[torch.Tensor, Any], wrap: Callable[[torch.Tensor, DTensor], torch.Tensor]
+        self, all_states: dict[torch.Tensor, Any], wrap: Callable[[torch.Tensor, DTensor], torch.Tensor]
     ) -> None:
-        """Put into ``states``, those of an optimizer, what a step has left in place of the former states."""
+        """Put into ``all_states``, those of an optimizer, what a step has left."""
         if self.is_local:
-            for key, value in self.states.items():
-                if value is not self._before.get(key):
+            for key, value in self.given_states.items():
+                if value is not _local(self.states.get(key)):
                     wraps = isinstance(value, torch.Tensor) and key not in _NUMBERS
-                    self._kept[key] = wrap(value, self.parameter) if wraps else value  # type: ignore[arg-type]
-        if self._kept:
-            states[self.parameter] = self._kept
+                    self.states[key] = wrap(value, self.parameter) if wraps else value  # type: ignore[arg-type]
+        if self.states:
+            all_states[self.parameter] = self.states
 
 
-def _member(parameter: torch.Tensor, grad: torch.Tensor, kept: dict[str, Any]) -> _Member | None:
+def _local(value: Any) -> Any:
+    """The local tensor of a DTensor; any other value itself."""
+    return getattr(value, "_local_tensor", value)
+
+
+def _member(parameter: torch.Tensor, grad: torch.Tensor, states: dict[str, Any]) -> _Member | None:
     """``parameter`` in a step; ``None`` if its gradient or a state has another layout.
 
     Nor may a gradient have another dtype, which ``grad_dtype`` of a parameter allows.
     """
     if not isinstance(parameter, DTensor):
-        return _Member(parameter, parameter, kept, kept)
+        return _Member(parameter, parameter, states, states)
     # Through ``data``: autograd must not see a new version of tensors saved for a pending backward.
     given = parameter._local_tensor.data
     own_grad = _local_like(grad, parameter, given)
     if own_grad is None or own_grad.dtype != given.dtype:
         return None
-    states = {}
-    for key, value in kept.items():
+    given_states = {}
+    for key, value in states.items():
         if key in _NUMBERS or not isinstance(value, torch.Tensor):
-            states[key] = getattr(value, "_local_tensor", value)
+            given_states[key] = _local(value)
             continue
         local = _local_like(value, parameter, given)
         if local is None:
             return None
-        states[key] = local
+        given_states[key] = local
     given.grad = own_grad
-    return _Member(parameter, given, kept, states)
+    return _Member(parameter, given, states, given_states)
 
 
 def _local_like(tensor: torch.Tensor, parameter: DTensor, own: torch.Tensor) -> torch.Tensor | None:
@@ -110,9 +111,7 @@ def _local_like(tensor: torch.Tensor, parameter: DTensor, own: torch.Tensor) -> 
     return local if is_alike else None
 
 
-def step_local_tensors(
-    optimizer: Optimizer, wrap: Callable[[torch.Tensor, DTensor], torch.Tensor]
-) -> list[torch.Tensor]:
+def step_local_tensors(optimizer: Optimizer, wrap: Callable[[torch.Tensor, DTensor], torch.Tensor]) -> bool:
     """Make one step, without its hooks, on local tensors, and by a fused kernel where that is left open.
 
     Args:
@@ -121,32 +120,23 @@ def step_local_tensors(
         wrap: Returns the local tensor of a new state as a DTensor with the layout of a parameter.
 
     Returns:
-        The parameters that were stepped. If there are none, nothing was done: a gradient or a state has
-        another layout than its parameter, or the step would be the optimizer's own.
+        Whether the step was made. Otherwise nothing was done: a gradient or a state has another layout than
+        its parameter, or the step would be the optimizer's own.
     """
-    states = optimizer.state
-    members: list[list[_Member]] = []
-    with torch._C.DisableTorchFunctionSubclass():
-        for group in optimizer.param_groups:
-            if any(isinstance(value, DTensor) for value in group.values()):
-                return []  # a learning rate, for one
-            pairs = [(p, grad) for p in group["params"] if (grad := _grad_of(p)) is not None]
-            found = [_member(p, grad, states.get(p, {})) for p, grad in pairs]
-            known = [member for member in found if member is not None]
-            if len(known) < len(found):
-                return []
-            members.append(known)
+    members = _members(optimizer)
+    if members is None:
+        return False
+    everyone = [member for own in members for member in own]
     fused = [
         group
         for group, own in zip(optimizer.param_groups, members, strict=True)
-        if own and _leaves_open(optimizer, group) and _fits_kernel(group, own)
+        if own and _group_leaves_fused_open(optimizer, group) and _fits_kernel(group, own)
     ]
-    everyone = [member for own in members for member in own]
     if not fused and not any(member.is_local for member in everyone):
-        return []
-    whole = parameter_lists(optimizer)
+        return False
+    states, whole = optimizer.state, parameter_lists(optimizer)
     try:
-        optimizer.state = defaultdict(dict, {member.given: member.states for member in everyone})
+        optimizer.state = defaultdict(dict, {member.given: member.given_states for member in everyone})
         set_parameter_lists(optimizer, [[member.given for member in own] for own in members])
         for group in fused:
             group["fused"] = True
@@ -158,40 +148,61 @@ def step_local_tensors(
         optimizer.state = states
         for member in everyone:
             member.keep_states(states, wrap)
-    # Local tensors have versions of their own, and a fused kernel counts none.
-    increment_version([member.parameter for member in everyone])
-    return [member.parameter for member in everyone]
+        # Local tensors have versions of their own, and a fused kernel counts none. A step that raises may
+        # have changed some, too: what was gathered before it is out of date.
+        increment_version([member.parameter for member in everyone])
+    return True
+
+
+def _members(optimizer: Optimizer) -> list[list[_Member]] | None:
+    """The parameters of each group that have gradients; ``None`` if the optimizer has to step by itself."""
+    states = optimizer.state
+    members: list[list[_Member]] = []
+    with torch._C.DisableTorchFunctionSubclass():
+        for group in optimizer.param_groups:
+            if group.get("differentiable") or any(isinstance(value, DTensor) for value in group.values()):
+                return None  # a learning rate, for one
+            pairs = [(p, grad) for p in group["params"] if (grad := _grad_of(p)) is not None]
+            found = [_member(p, grad, states.get(p, {})) for p, grad in pairs]
+            known = [member for member in found if member is not None]
+            if len(known) < len(found):
+                return None
+            members.append(known)
+    return members
 
 
 def leaves_fused_open(optimizer: Optimizer) -> bool:
     """Whether the step may be made by a fused kernel for CPUs: torch has one, and the user left it open."""
     return any(
-        _leaves_open(optimizer, group) and any(p.device.type == "cpu" for p in group["params"])
+        _group_leaves_fused_open(optimizer, group) and any(p.device.type == "cpu" for p in group["params"])
         for group in optimizer.param_groups
     )
 
 
-def _leaves_open(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
-    # With numbers that are tensors the loop computes in their dtype, a kernel does not.
-    numbers = (*group.values(), *group.get("betas", ()))
+def _group_leaves_fused_open(optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
+    # The loop computes with tensors, and numbers of NumPy, in their own dtype; a kernel does not.
+    factors = (*(group.get(name, 0.0) for name in _FACTORS), *group.get("betas", ()))
     return (
         isinstance(optimizer, _FUSED_ON_CPU)
         and group.get("fused", False) is None
         and group.get("foreach", False) is None
         and not group.get("capturable")
-        and not any(isinstance(value, torch.Tensor) for value in numbers)
+        and all(isinstance(group.get(name, False), bool) for name in _FLAGS)
+        and all(isinstance(factor, (float, int)) for factor in factors)
     )
 
 
 def _fits_kernel(group: Mapping[str, Any], members: Sequence[_Member]) -> bool:
     """Whether a fused kernel for CPUs can step ``members``: it takes memory as it lies, without strides."""
-    buffers = {member.states.get("momentum_buffer") is None for member in members}
-    if "momentum" in group and len(buffers) > 1:
+    begins = {member.given_states.get("momentum_buffer") is None for member in members}
+    if "momentum" in group and len(begins) > 1:
         return False  # the kernel makes the first step of all of them, or of none
     for member in members:
-        given, states = member.given, member.states
+        given, states = member.given, member.given_states
         grad = given.grad
         assert grad is not None
+        if type(given) not in (torch.Tensor, nn.Parameter):
+            return False  # a subclass need not know the kernel; torch gives it to none by itself, either
         if given.dtype not in _FUSED_DTYPES or given.device.type != "cpu" or grad.layout != torch.strided:
             return False
         step = states.get("step")
@@ -199,7 +210,9 @@ def _fits_kernel(group: Mapping[str, Any], members: Sequence[_Member]) -> bool:
             return False
         kept = (value for key, value in states.items() if key not in _NUMBERS)
         others = (grad, *(value for value in kept if isinstance(value, torch.Tensor)))
-        if any(other.dtype != given.dtype or not _lies_alike(other, given) for other in others):
+        if not all(type(other) is torch.Tensor and other.dtype == given.dtype for other in others):
+            return False
+        if not all(_lies_alike(other, given) for other in others):
             return False
     return True
 

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -169,6 +170,8 @@ NOT_FUSED: dict[str, dict[str, Any]] = {
     "asked for no fused kernel": {"fused": False},
     "would compute in the dtype of the parameter": {"lr": torch.tensor(0.1)},
     "would compute with a number": {"betas": (torch.tensor(0.9), torch.tensor(0.999))},
+    "would round another number": {"lr": np.float32(0.1)},
+    "would take booleans only": {"amsgrad": 1, "maximize": np.False_},
 }
 
 
@@ -196,6 +199,25 @@ def test_memory_that_a_fused_kernel_would_not_follow() -> None:
     wide.step()
     wide.state[counted]["step"] = wide.state[counted]["step"].double()
     assert fused_steps([counted], wide) == 0
+
+
+class Scaled(torch.Tensor):
+    """A tensor class that knows the operations of torch's loop, as those of quantized weights do."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "_fused_" in getattr(func, "__name__", ""):
+            raise NotImplementedError(func)
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+@pytest.mark.parametrize("name", [name for name, cost in OPTIMIZERS.items() if cost.fused])
+def test_tensors_of_other_classes_are_left_to_the_loop(name: str) -> None:
+    for give_class in (lambda p: nn.Parameter(p.detach().as_subclass(Scaled)), lambda p: p):
+        parameter = give_class(nn.Parameter(torch.ones(4)))
+        parameter.grad = torch.ones(4).as_subclass(Scaled)
+        assert fused_steps([parameter], getattr(torch.optim, name)([parameter], lr=0.1)) == 0
+        assert (parameter < 1).all()
 
 
 def test_momentum_that_begins_later_is_left_to_the_loop() -> None:
@@ -302,6 +324,23 @@ def test_a_step_that_fails_leaves_the_optimizer_as_it_was(mesh: DeviceMesh) -> N
     assert all(float(optimizer.state[parameter]["step"]) == 3 for parameter in members)
 
 
+@pytest.mark.parametrize("foreach", [None, False])
+def test_a_step_that_fails_halfway_counts_what_it_changed(foreach: bool | None, mesh: DeviceMesh) -> None:
+    """Under SHARD_OPTIMIZER the next forward computed with whole parameters from before the step."""
+    members = parameters(mesh)
+    groups = [{"params": members[:3], "foreach": foreach}, {"params": members[3:], "foreach": True}]
+    optimizer = torch.optim.AdamW(groups)
+    optimizer.param_groups[1]["lr"] = torch.tensor(0.1)
+    give_gradients(members, 0)
+    before = [(local(p.detach()).clone(), version_of(p)) for p in members[:3]]
+    LocalSteps(optimizer).make_next(optimizer)
+    with pytest.raises(RuntimeError, match="lr as a Tensor"):
+        optimizer.step()
+    for parameter, (values, version) in zip(members, before, strict=False):
+        assert not torch.equal(local(parameter.detach()), values)
+        assert version_of(parameter) > version
+
+
 def test_hooks_may_remove_themselves_and_register_others(mesh: DeviceMesh) -> None:
     members = parameters(mesh)
     optimizer = torch.optim.AdamW(members)
@@ -400,6 +439,19 @@ def test_a_gradient_or_state_in_another_layout_is_left_to_the_optimizer(mesh: De
         assert operations.count, what
         want = member.to_local().detach() + (0.5 if what == "gradient" else 0.5 * 1.9)
         assert torch.allclose(want, start[: len(want)]), what
+
+
+def test_a_differentiable_step_is_left_to_the_optimizer(mesh: DeviceMesh) -> None:
+    """The option may be set, or come with another group, after the first step."""
+    members = parameters(mesh)[:1]
+    optimizer = torch.optim.Adam(members)
+    steps = LocalSteps(optimizer)
+    optimizer.param_groups[0]["differentiable"] = True
+    give_gradients(members, 0)
+    steps.make_next(optimizer)
+    with torch.no_grad(), DTensorOperations() as operations:
+        optimizer.step()
+    assert operations.count
 
 
 def test_a_gradient_of_another_dtype_is_left_to_the_optimizer(mesh: DeviceMesh) -> None:

@@ -157,7 +157,8 @@ def test_equals_brute_force_with_half_of_the_slices_kept(seed: int) -> None:
     assert kept, "a plan that keeps some slices is the best at some limit"
 
 
-@pytest.mark.parametrize("seed", range(4))
+# In the random problem of seed 3 recomputing is the best at none of these limits.
+@pytest.mark.parametrize("seed", (0, 1, 2, 4))
 def test_blocks_of_one_operator_are_recomputed_as_others_are(seed: int) -> None:
     """ConvNeXt's layers hold a scale of their own, so each is one operator: none could be recomputed."""
     rules = SearchOptions(recompute=True)
@@ -172,7 +173,7 @@ def test_blocks_of_one_operator_are_recomputed_as_others_are(seed: int) -> None:
         assert answer is not None and answer.outcome.peak <= limit
         assert answer.outcome.seconds == pytest.approx(seconds[peaks <= limit].min(), rel=1e-9)
         recomputed |= any(strategy.recomputed for _, _, strategy in answer.units)
-    assert recomputed or seed == 3, "a plan that recomputes is the best at some limit"
+    assert recomputed, "a plan that recomputes is the best at some limit"
 
 
 def random_path(space, rng):
