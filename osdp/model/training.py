@@ -340,7 +340,7 @@ class Training:
         for kind, sizes in (accelerators or by_device).items():
             needs, planned = (one.step_temporary_bytes(sizes, kind) for one in (live, self))
             if needs > planned + spare:
-                ours, theirs = (one.implementation(kind, at_worst=True) for one in (self, live))
+                ours, theirs = (one.implementation(kind) for one in (self, live))
                 differences.append(
                     f"a step of {live._describe()} ({theirs}) needs {needs} bytes of temporaries; the "
                     f"planned {self._describe()} ({ours}) needs {planned}"

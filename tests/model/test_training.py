@@ -168,8 +168,9 @@ def test_mismatch_names_both_sides() -> None:
     (temporaries,) = Training(foreach=True).mismatch(torch.optim.AdamW(parameters, foreach=False))
     assert "AdamW (for-loop)" in temporaries and "AdamW (foreach)" in temporaries
     assert Training(foreach=False).mismatch(torch.optim.AdamW(parameters, fused=True)) == []
-    # It said that a fused step needs more than a fused step: the one that it may fall back to was meant.
-    (fallback,) = Training(fused=True).mismatch(torch.optim.AdamW(parameters))
+    # By default both step fused; the loop is what a learning rate that is a tensor needs.
+    assert Training(fused=True).mismatch(torch.optim.AdamW(parameters)) == []
+    (fallback,) = Training().mismatch(torch.optim.AdamW(parameters, lr=torch.tensor(1e-3)))
     assert "AdamW (for-loop) needs 32" in fallback and "AdamW (fused) needs 0" in fallback
 
 
