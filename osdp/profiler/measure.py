@@ -15,7 +15,7 @@ from osdp.profiler.cache import MeasurementCache
 from osdp.profiler.links.machine import device_kind
 from osdp.profiler.optimizer import cached_optimizer
 from osdp.profiler.segments import cached_segments, default_device
-from osdp.profiler.workspace import library_workspace
+from osdp.profiler.workspace import convolution_scratchpad, library_workspace
 from osdp.tracing.loss import LossFn
 from osdp.tracing.sample_batch import SampleBatch
 
@@ -72,13 +72,14 @@ def profile_model(
     }
     cache = cache or MeasurementCache(None)
     segments = cached_segments(model, batch, model_desc, cache=cache, **options)
-    buffers = sum(buffer.nbytes for buffer in model.buffers())
+    resident = sum(tensor.nbytes for tensor in (*model.buffers(), *batch.tensors))
+    resident += library_workspace(target) + convolution_scratchpad(model, target)
     return Profile(
         device=device_kind(target),
         local_batch=local_batch,
         segments=segments,
         optimizer=cached_optimizer(training, device=target, mesh=mesh, cache=cache),
-        resident_bytes=buffers + sum(tensor.nbytes for tensor in batch.tensors) + library_workspace(target),
+        resident_bytes=resident,
         measured=True,
         model=model_desc.fingerprint,
         host_optimizer=None if target.type == "cpu" else _profile_host_optimizer(training, mesh, cache),
