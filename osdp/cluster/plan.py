@@ -86,12 +86,24 @@ class Workload:
         dropout: Whether layers have dropouts, whose masks are kept for backward.
         fused_gate: Whether the activation function of gated feed-forward blocks and their product are one
             kernel, which keeps its input alone; otherwise the activation's output is kept as well.
+        fused_loss: Whether the loss is one kernel that turns the logits into their gradient in place, in the
+            compute dtype; otherwise their softmax in float32 is kept beside them.
         overlap: How well compute hides communication of weights and gradients, from 0 to 1: of ``c`` seconds
             of communication beside ``t`` of compute, ``overlap * min(c, t)`` are hidden.
-        reserve: Bytes of each device used by the framework: context, communicators, fragmentation. A guess:
-            kernels alone took 1.3 GB where all were loaded (Hugging Face, "Model training anatomy"), and take
+        reserve: Bytes of each device that its context takes. A guess: kernels alone took 1.3 GB on a V100 and
+            1.6 on an A100 where all were loaded (BigScience, chronicles of its 176B model, 2022), and take
             less since CUDA 11.7 loads them when first called. Measure yours as what ``nvidia-smi`` shows
-            beyond ``torch.cuda.memory_reserved()``.
+            beyond ``torch.cuda.memory_reserved()`` on a single GPU.
+        communicator_bytes: Bytes of each device for every axis with several ranks, whose collectives have
+            buffers of their own: 688 MiB for a group of more than two A100, 544 for two (NVIDIA/nccl issue
+            964, 2023-08-16); about 0.65 GiB on MI250X (Lumi-supercomputer/LUMI-AI-Guide issue 111, 2026-08).
+        fragmentation: Share of the memory of activations and transient tensors that the caching allocator
+            holds without using it where layers are recomputed, which breaks the regular order of allocations:
+            15 % on average over eight language models, up to 33 % (Guo et al., "GMLake", ASPLOS 2024,
+            abstract), and up to 43 % (Huang et al., "STAlloc", arXiv:2507.16274, 2025). Layers that are not
+            recomputed allocate alike in every microbatch, and are counted without.
+        boundary_copies: Copies of a stage's input and of its output that are kept for every microbatch in
+            flight, in addition to what its layers save.
     """
 
     shape: TransformerShape
@@ -106,12 +118,18 @@ class Workload:
     split_sends: bool = False
     dropout: bool = True
     fused_gate: bool = False
+    fused_loss: bool = False
     overlap: float = 0.0
     reserve: int = 2**30
+    communicator_bytes: int = 688 * 2**20
+    fragmentation: float = 0.15
+    boundary_copies: int = 0
 
     def __post_init__(self) -> None:
         if self.global_batch < 1:
             raise ValueError(f"a step needs at least 1 sample, got a global batch of {self.global_batch}")
+        if not 0 <= self.fragmentation < 1:
+            raise ValueError(f"fragmentation must be in 0..1, less than 1, got {self.fragmentation}")
         if not 0 <= self.overlap <= 1:
             raise ValueError(f"overlap must be in 0..1, got {self.overlap}")
 
@@ -269,10 +287,10 @@ class StageBytes:
         weights: Parameters.
         gradients: Their gradients.
         states: Optimizer states.
-        activations: Activations saved by all microbatches in flight.
-        working: Maximum transient memory during a backward.
+        activations: Activations saved by all microbatches in flight, with what the allocator loses.
+        working: Maximum transient memory during a backward, likewise.
         update: Temporary memory of the optimizer step, when activations are freed.
-        reserve: Memory used by the framework.
+        reserve: Memory of the device's context and of the communicators.
         limit: Memory of the stage's smallest device.
     """
 

@@ -303,7 +303,7 @@ def device_of_stage(
     prices = ClusterPrices(cluster, workload, rates)
     layer = {slot: prices.item_prices(plan.most_memory_saving, slot)[Item.LAYER].compute for slot in by_slot}
     slowdowns = tuple(layer[slot] / layer[plan.slots[0]] for slot in plan.slots)
-    limits = tuple(by_slot[slot].limit - workload.reserve for slot in plan.slots)
+    limits = tuple(by_slot[slot].limit - prices.reserve(plan.layout) for slot in plan.slots)
     gpus = homes[0].gpus
     dp = plan.layout.degrees.dp
     return DeviceInfo(

@@ -4,8 +4,12 @@ Megatron-LM's bytes are those of its guide to the distributed optimizer: 18 per 
 12 that are sharded), 20 in float16 (4 and 16). Its kernel of SwiGLU, on by default, saves its input alone
 (``megatron/core/fusions/fused_bias_swiglu.py``). FSDP of PyTorch keeps sharded parameters, gradients and
 moments in float32, which are 16; torchtitan reduces gradients in float32. DeepSpeed's bytes in float16 are
-those of Rajbhandari et al. (SC 2020, section 3.1); in bfloat16 it accumulates in float32, as the runs of
-BLOOM did.
+those of Rajbhandari et al. (SC 2020, section 3.1); in bfloat16 its optimizer adds the gradients of each
+microbatch to float32 ones of all parameters, and holds both (``deepspeed/runtime/bf16_optimizer.py``, class
+BF16_Optimizer, read 2026-11). Its pipeline keeps each stage's input and output until the backward
+(``deepspeed/runtime/pipe/engine.py``); Megatron-LM frees outputs once they are sent
+(``--deallocate-pipeline-outputs``), and its fused Adam has no temporary tensors
+(``megatron/core/optimizer``). The last three are from memory.
 """
 
 from dataclasses import dataclass, replace
@@ -34,6 +38,8 @@ class TargetDefaults:
         state_bytes: Bytes of optimizer states, copies of weights and gradients in float32 included.
         split_sends: Whether tensor-parallel ranks send parts of messages between stages.
         fused_gate: Whether gated feed-forward blocks keep less, as in a workload.
+        update_bytes: Temporary bytes of its optimizer step.
+        boundary_copies: Copies of a stage's input and output that it keeps, as in a workload.
     """
 
     gradient_bytes: int
@@ -41,13 +47,16 @@ class TargetDefaults:
     state_bytes: int
     split_sends: bool = False
     fused_gate: bool = False
+    update_bytes: int = 4
+    boundary_copies: int = 0
 
 
 TARGETS = {
-    Target.MEGATRON_BF16: TargetDefaults(4, 4, 12, split_sends=True, fused_gate=True),
-    Target.MEGATRON_FP16: TargetDefaults(2, 2, 16, split_sends=True, fused_gate=True),
-    Target.DEEPSPEED_BF16: TargetDefaults(4, 2, 12),
-    Target.DEEPSPEED_FP16: TargetDefaults(2, 2, 12),
+    Target.MEGATRON_BF16: TargetDefaults(4, 4, 12, split_sends=True, fused_gate=True, update_bytes=0),
+    Target.MEGATRON_FP16: TargetDefaults(2, 2, 16, split_sends=True, fused_gate=True, update_bytes=0),
+    Target.DEEPSPEED_BF16: TargetDefaults(6, 2, 12, update_bytes=0, boundary_copies=1),
+    # Gradients of its partition are copied to float32 for the step.
+    Target.DEEPSPEED_FP16: TargetDefaults(2, 2, 12, boundary_copies=1),
     # The sharded weight is in float32: two bytes of it beside those in the compute dtype, and two moments.
     Target.FSDP: TargetDefaults(4, 4, 10),
 }
@@ -69,4 +78,6 @@ def as_trained_by(workload: Workload, target: Target) -> Workload:
         state_bytes=defaults.state_bytes,
         split_sends=defaults.split_sends,
         fused_gate=defaults.fused_gate,
+        update_bytes=defaults.update_bytes,
+        boundary_copies=defaults.boundary_copies,
     )

@@ -7,7 +7,7 @@ import networkx as nx
 import pytest
 
 from osdp.cluster.cost.layer_time import layer_seconds
-from osdp.cluster.cost.layer_work import layer_work
+from osdp.cluster.cost.layer_work import Kernels, layer_work
 from osdp.cluster.cost.rates import PUBLISHED
 from osdp.cluster.export.topology import topology
 from osdp.cluster.file import known_gpus, load_cluster, make_gpu, node_of
@@ -159,7 +159,7 @@ def test_a_gpu_may_be_told_with_its_memory(told: str, known: str) -> None:
 
 
 def test_a_gpu_reaches_the_share_of_its_best_measured_product() -> None:
-    work = layer_work(shape_of("gpt2"), Item.LAYER, 4, 1, flash=False)
+    work = layer_work(shape_of("gpt2"), Item.LAYER, 4, 1, Kernels(flash=False))
     known = {name: make_gpu(name, known_gpus()[name]) for name in ("A100", "H100", "T4")}
     assert known["H100"].best_share == pytest.approx(792.1 / 989)
     # Where nothing is measured, an A100's share is taken.

@@ -59,7 +59,8 @@ def test_beyond_them_the_model_says_how_times_grow() -> None:
 
 
 def test_activations_are_those_that_were_measured() -> None:
-    prices = ClusterPrices(BOTH, workload(global_batch=64), profiles=[MEASURED])
+    load = replace(workload(global_batch=64), fragmentation=0)
+    prices = ClusterPrices(BOTH, load, profiles=[MEASURED])
     fast, slow = StageSlot((1, 0)), StageSlot((0, 1))
     layout = ParallelLayout(ParallelDims(2, 4, 1), 2, 4)
     layer = prices.item_prices(layout, fast)[Item.LAYER]

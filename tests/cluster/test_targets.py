@@ -13,6 +13,8 @@ from tests.helpers.clusters import workload
         (Target.MEGATRON_BF16, 6, 12),
         (Target.MEGATRON_FP16, 4, 16),
         (Target.DEEPSPEED_FP16, 4, 12),
+        # BF16_Optimizer holds gradients of both formats.
+        (Target.DEEPSPEED_BF16, 8, 12),
         (Target.FSDP, 6, 10),
     ],
 )

@@ -110,10 +110,18 @@ def case_of(row: dict[str, str]) -> PublishedCase:
         global_batch=batch,
         flash=row["flash_attention"] != "0",
         sequence_parallel=row["sequence_parallel"] == "1",
-        # Models with gated blocks are trained without dropout: Llama's kind.
-        dropout=not shape.gated,
+        # Models with gated blocks are trained without dropout: Llama's kind. MPT's is 0 unless it is set
+        # (llm-foundry, configuration_mpt.py), which its files for pretraining do not.
+        dropout=not shape.gated and not row["model"].startswith("MPT"),
+        # The default of llm-foundry's MPT (configuration_mpt.py, loss_fn), and of NVIDIA's recipes
+        # (cross_entropy_loss_fusion).
+        fused_loss=row["framework"].startswith(("llm-foundry", "NeMo")),
     )
     workload = as_trained_by(workload, _target(row))
+    if row["framework"].startswith("NeMo"):
+        # NVIDIA's recipes for performance set grad_reduce_in_fp32 to False (NeMo and Megatron-Bridge,
+        # recipes of pretraining, read 2026-11).
+        workload = replace(workload, gradient_bytes=2, reduce_bytes=2)
     seconds, derived_from = _seconds(row, shape, first, batch)
     memory = float(row["memory_gib"]) * 2**30 if row.get("memory_gib") else None
     return PublishedCase(
@@ -132,6 +140,7 @@ def _target(row: dict[str, str]) -> Target:
 
 def _check(row: dict[str, str]) -> None:
     reasons = (
+        ("kept in host memory" in row["assumptions"], "activations in host memory"),
         (row["num_experts"] not in ("", "0"), "experts"),
         (row["cp"] not in ("", "1"), "context parallelism"),
         (row["precision"] == "fp8", "fp8"),
@@ -163,9 +172,10 @@ def _shape(row: dict[str, str]) -> TransformerShape:
             feed_forward=int(row["ffn_hidden_size"]),
             kv_heads=int(row["num_kv_heads"] or heads),
             gated=gated,
-            # Llama's kind has neither biases, nor learnt positions, nor tied embeddings; GPT's has all three.
-            biases=not gated,
-            positions=0 if gated else int(row["seq_length"]),
+            # Llama's kind has neither biases, nor learnt positions, nor tied embeddings; GPT's has all three
+            # unless the source tells otherwise.
+            biases=not gated and "no biases" not in row["assumptions"],
+            positions=0 if gated or "ALiBi" in row["assumptions"] else int(row["seq_length"]),
             tied=not gated,
         )
     except ValueError as error:

@@ -75,7 +75,7 @@ class ClusterRequest:
     overlap: Annotated[
         float, Option(help="fraction of the collectives that overlaps with compute, 0 to 1")
     ] = 0.0
-    reserve: Annotated[str, Option(help="memory of each device that the framework uses")] = "1GiB"
+    reserve: Annotated[str, Option(help="memory of a device's context, without communicators")] = "1GiB"
     calibration: Annotated[
         Path | None, Option(help="file written by osdp cluster calibrate, for these nodes")
     ] = None

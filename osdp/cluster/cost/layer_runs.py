@@ -83,6 +83,8 @@ class RunPrices:
         self.held = np.array(layout.in_flight)
         #: Microbatches whose logits the last rank holds.
         self.held_by_head = layout.head_in_flight
+        #: Bytes of each device outside of the allocator.
+        self.reserve = prices.reserve(layout)
         border = prices.border_bytes(layout)
         #: Buffers at both boundaries of a stage, each for one tensor that is sent and one that is received;
         #: shape ``(I + 1, I + 1)``.
@@ -168,7 +170,15 @@ class RunPrices:
             own = self.priced[part.strategy]
             layers, logits = own.kept[part.start, part.stop], own.logits[part.start, part.stop]
             kept.append(np.ceil(layers * held + logits * heads))
-        return _sum(kept)
+        return _sum([*kept, self.boundary_bytes(parts[0].start, parts[-1].stop, rank)])
+
+    def boundary_bytes(self, start: Indices, stop: Indices, rank: Indices) -> Floats:
+        """Bytes of the copies of inputs and outputs that are kept for the microbatches in flight."""
+        # Half of what one tensor that is sent and one that is received take at each boundary.
+        copies: Floats = np.ceil(
+            self.prices.workload.boundary_copies * self.held[rank] * self.borders[start, stop] / 2
+        )
+        return copies
 
     def _backward(self, part: RunBatch) -> Floats:
         found: Floats = self.priced[part.strategy].backward[part.start, part.stop]

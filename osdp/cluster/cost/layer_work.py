@@ -93,18 +93,35 @@ class LayerWork:
     cache_bytes: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """How a framework computes layers, as far as that changes what they move and keep.
+
+    Attributes:
+        width: Bytes of an activation or a weight in the compute dtype.
+        flash: Whether attention is FlashAttention, which does not store its scores.
+        sequence_parallel: Whether the residual stream is split over the tensor-parallel ranks.
+        dropout: Whether layers have dropouts, whose masks are kept.
+        fused_gate: Whether a gated block keeps its two projections and their product alone.
+        fused_loss: Whether logits become their gradient in place, in the compute dtype.
+    """
+
+    width: int = HALF
+    flash: bool = True
+    sequence_parallel: bool = False
+    dropout: bool = True
+    fused_gate: bool = False
+    fused_loss: bool = False
+
+
 def layer_work(
     shape: TransformerShape,
     item: Item,
     samples: int,
     tp: int,
+    kernels: Kernels = Kernels(),
     *,
-    flash: bool = True,
     slices: int = 1,
-    width: int = HALF,
-    sequence_parallel: bool = False,
-    dropout: bool = True,
-    fused_gate: bool = False,
 ) -> LayerWork:
     """Work of one item on one token slice of a microbatch.
 
@@ -116,22 +133,18 @@ def layer_work(
         item: Kind of item.
         samples: Samples of a microbatch.
         tp: Tensor-parallel degree.
-        flash: Whether attention is FlashAttention, which does not store its scores.
+        kernels: How the framework computes layers.
         slices: Number of equal token slices per sequence.
-        width: Bytes of an activation or a weight in the compute dtype.
-        sequence_parallel: Whether the residual stream is split over the tensor-parallel ranks.
-        dropout: Whether layers have dropouts, whose masks are kept.
-        fused_gate: Whether a gated block keeps its two projections and their product alone.
     """
-    parts = tp if sequence_parallel else 1
+    parts, width = tp if kernels.sequence_parallel else 1, kernels.width
     tokens = samples * shape.sequence // slices
     match item:
         case Item.EMBEDDING | Item.TARGET_EMBEDDING:
             return _embedding(shape, item, tokens, tp, width, parts)
         case Item.HEAD:
-            return _head(shape, tokens, tp, width, parts)
+            return _head(shape, tokens, tp, parts, kernels)
         case Item.LAYER | Item.CROSS_LAYER:
-            return _layer(shape, item, samples, tp, flash, slices, width, parts, dropout, fused_gate)
+            return _layer(shape, item, samples, tp, slices, parts, kernels)
 
 
 def _embedding(
@@ -164,18 +177,16 @@ def _layer(
     item: Item,
     samples: int,
     tp: int,
-    flash: bool,
     slices: int,
-    width: int,
     parts: int,
-    dropout: bool,
-    fused_gate: bool,
+    kernels: Kernels,
 ) -> LayerWork:
     """Work of a layer with one attention, or two in a cross-attention layer.
 
     Norms, dropouts and residuals are split into ``parts``.
     """
     # 1. Sizes on one rank: ``stream`` is (tokens, hidden); heads and inner features are split over tp ranks.
+    flash, width = kernels.flash, kernels.width
     attentions = 2 if item is Item.CROSS_LAYER else 1
     s, length = shape.sequence, shape.sequence // slices
     tokens = samples * length
@@ -196,12 +207,12 @@ def _layer(
     # 3. Bytes saved for backward. Split over tp ranks: queries, keys, values, attention's output and the
     # tensors inside the feed-forward block.
     attention_kept = wide * (2 * queries + 2 * keys)
-    feed_kept = wide * inner * (ups + 1 + int(shape.gated and not fused_gate))
+    feed_kept = wide * inner * (ups + 1 + int(shape.gated and not kernels.fused_gate))
     # Per score: its probability, and with dropout that after it and a mask of one byte.
-    of_score = 2 * width + 1 if dropout else width
+    of_score = 2 * width + 1 if kernels.dropout else width
     score_bytes = 0 if flash else samples * heads * length * s * of_score * attentions
     # Of the stream, per block: the inputs of its norm and of its products, and a one-byte dropout mask.
-    masks = tokens * shape.hidden * int(dropout)
+    masks = tokens * shape.hidden * int(kernels.dropout)
     stream_kept = (attentions + 1) * (2 * stream + masks) // parts
     kept = stream_kept + attention_kept * attentions + feed_kept + score_bytes
     # 4. Memory traffic of the other operators. Forward: norms, residuals with dropout, and copies of queries,
@@ -223,14 +234,14 @@ def _layer(
         back += scores_written * (5 + (6 if fused else 40))
     # Each weight's gradient is accumulated into that of the earlier microbatches.
     back += 3 * sum(gemm.columns * gemm.inner for gemm in gemms if gemm.count == 1) * width
-    kernels = 9 * attentions + 7 + (2 * int(not flash) + 4 * int(not fused)) * attentions
+    launched = 9 * attentions + 7 + (2 * int(not flash) + 4 * int(not fused)) * attentions
     input_bytes = stream // parts * (2 if item is Item.CROSS_LAYER else 1)
     return LayerWork(
         gemms=gemms,
         attention=scores,
         moved_bytes=moved,
         backward_bytes=back,
-        kernels=kernels,
+        kernels=launched,
         sums=(attentions + 1) * int(tp > 1),
         summed_bytes=stream,
         kept_bytes=kept,
@@ -264,8 +275,9 @@ def _softmax_is_fused(matrices: int, sequence: int) -> bool:
     return 16 < sequence <= 2048 and sequence % 4 == 0 and matrices % 4 == 0
 
 
-def _head(shape: TransformerShape, tokens: int, tp: int, width: int, parts: int) -> LayerWork:
+def _head(shape: TransformerShape, tokens: int, tp: int, parts: int, kernels: Kernels) -> LayerWork:
     """Work of the logits and the loss, with the vocabulary split over the tensor-parallel ranks."""
+    width = kernels.width
     stream = tokens * shape.hidden * width
     vocabulary = -(-shape.vocabulary // tp)
     logits = tokens * vocabulary
@@ -279,9 +291,9 @@ def _head(shape: TransformerShape, tokens: int, tp: int, width: int, parts: int)
         # The stream's gradient is all-reduced; the forward exchanges a few numbers per token only.
         sums=int(tp > 1),
         summed_bytes=stream,
-        kept_bytes=2 * stream // parts + logits * (width + SINGLE),
+        kept_bytes=2 * stream // parts + logits * (width + (0 if kernels.fused_loss else SINGLE)),
         score_bytes=0,
         input_bytes=stream // parts,
-        working_bytes=logits * SINGLE,
+        working_bytes=0 if kernels.fused_loss else logits * SINGLE,
         output_bytes=0,
     )

@@ -95,7 +95,7 @@ def mixed_stages(runs: RunPrices) -> MixedStages:
         if one != other:
             where = _cuts(runs, one, other, segment, start, stop, rank)
             parts = runs.split((one, other), start, where, stop)
-        total = runs.sizes(parts, rank).total(runs.prices.workload.reserve)
+        total = runs.sizes(parts, rank).total(runs.reserve)
         if one != other:
             # A cut at an end of the stage stands for none that fits.
             total = np.where((where > start) & (where < stop), total, np.inf)
@@ -266,7 +266,8 @@ def _cuts(
     # second none before the first.
     low, high = np.maximum(start + 1, segment[0]), np.minimum(stop - 1, segment[1])
     working = np.maximum(runs.priced[one].working[start, high], runs.priced[other].working[low, stop])
-    room = runs.hardware.limit - runs.prices.workload.reserve - working - runs.borders[start, stop]
+    room = runs.hardware.limit - runs.reserve - working - runs.borders[start, stop]
+    room -= runs.boundary_bytes(start, stop, rank)
     room -= after[rank, stop] - before[rank, start]
     # Prefix sums count a tied weight once per item that uses it, but a stage stores it once: in the first of
     # the runs that use it. No item of the segment does.

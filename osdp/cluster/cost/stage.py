@@ -10,6 +10,7 @@ reduced in ``reduce_bytes`` and weights gathered in ``weight_bytes`` per number;
 gradients after every microbatch, and ZeRO 3 all-gathers weights for every forward and every backward.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 
 from osdp.cluster.cost.corrections import LayerSize, correction_factor
 from osdp.cluster.cost.layer_time import LayerSeconds, layer_seconds
-from osdp.cluster.cost.layer_work import LayerWork, layer_work
+from osdp.cluster.cost.layer_work import Kernels, LayerWork, layer_work
 from osdp.cluster.cost.links import SlotHardware, slot_hardware
 from osdp.cluster.cost.measured_layers import measured_seconds, with_measured_bytes
 from osdp.cluster.cost.rates import PUBLISHED, Efficiencies
@@ -148,6 +149,14 @@ class ClusterPrices:
         #: Measured profiles of this model, by the name of the device.
         self._profiles = {p.gpu: p for p in profiles if p.model == workload.shape.name}
         self.workload = workload
+        self._kernels = Kernels(
+            width=workload.weight_bytes,
+            flash=workload.flash,
+            sequence_parallel=workload.sequence_parallel,
+            dropout=workload.dropout,
+            fused_gate=workload.fused_gate,
+            fused_loss=workload.fused_loss,
+        )
         self.rates = rates
         self.items = workload.shape.items
         self.kinds = tuple(dict.fromkeys(self.items))
@@ -171,21 +180,10 @@ class ClusterPrices:
         return LayerCase(item, layout.samples, self.workload.shape.sequence, layout.degrees.tp)
 
     def _work_of(self, case: LayerCase, slices: int = 1) -> LayerWork:
-        load, shape = self.workload, self.workload.shape
+        shape = self.workload.shape
         if case.sequence != shape.sequence:
             shape = replace(shape, sequence=case.sequence)
-        return layer_work(
-            shape,
-            case.item,
-            case.samples,
-            case.tp,
-            flash=load.flash,
-            slices=slices,
-            width=load.weight_bytes,
-            sequence_parallel=load.sequence_parallel,
-            dropout=load.dropout,
-            fused_gate=load.fused_gate,
-        )
+        return layer_work(shape, case.item, case.samples, case.tp, self._kernels, slices=slices)
 
     def hardware(self, layout: ParallelLayout, slot: StageSlot) -> SlotHardware:
         """Devices and links of a slot."""
@@ -272,6 +270,12 @@ class ClusterPrices:
         weight, gradient, state = (size / dp if strategy.zero >= stage else size for size, stage in sizes)
         return weight, gradient, state
 
+    def reserve(self, layout: ParallelLayout) -> int:
+        """Bytes of each device outside of PyTorch's allocator: its context, and a communicator an axis."""
+        degrees = layout.degrees
+        axes = sum(ranks > 1 for ranks in (degrees.pp, degrees.dp, degrees.tp))
+        return self.workload.reserve + axes * self.workload.communicator_bytes
+
     def _item(self, item: Item, layout: ParallelLayout, hardware: SlotHardware) -> ItemPrices:
         """Costs of one item with the strategy of a uniform layout; all token slices of a microbatch."""
         work, slices = self._work_on(item, layout, hardware), layout.token_slices
@@ -287,6 +291,7 @@ class ClusterPrices:
         # 2. Tensor-parallel all-reduces: in the forward, the backward and a recomputed forward.
         sums = work.sums * (3 if full else 2) * self._factor(layout)
         # 3. Memory: recomputation saves activations but makes them part of the item's transient memory.
+        lost = self.workload.fragmentation if recompute is RecomputeLayers.FULL else 0.0
         kept = work.kept_bytes
         if full:
             kept = min(work.input_bytes, work.kept_bytes)
@@ -304,8 +309,8 @@ class ClusterPrices:
                 layout, hardware, parameters, slices * forward, slices * (backward + recomputed)
             ),
             parameters=parameters,
-            kept=slices * kept + _cache_bytes(work, slices),
-            working=work.working_bytes + (work.kept_bytes - kept),
+            kept=_held(slices * kept + _cache_bytes(work, slices), lost),
+            working=_held(work.working_bytes + (work.kept_bytes - kept), lost),
         )
 
     def _work_on(self, item: Item, layout: ParallelLayout, hardware: SlotHardware) -> LayerWork:
@@ -389,6 +394,11 @@ class ClusterPrices:
         exchanged = self.gradient_seconds(layout, hardware, parameters, backward)
         exchanged += self.update_seconds(layout, hardware, parameters)
         return exchanged
+
+
+def _held(nbytes: int, lost: float) -> int:
+    """Bytes that the allocator holds for tensors of ``nbytes``, a share of which is lost between them."""
+    return math.ceil(nbytes / (1 - lost))
 
 
 def _cache_bytes(work: LayerWork, slices: int) -> int:

@@ -76,7 +76,7 @@ class StagePricer:
         # With one strategy only the activations depend on the pipeline rank; the rest is shared by all.
         own, sizes = self._runs.priced[0], self._sizes
         activations = self._runs.activations(self._all, np.array(rank))
-        total = replace(sizes, activations=activations).total(self._runs.prices.workload.reserve)
+        total = replace(sizes, activations=activations).total(self._runs.reserve)
         return StageTables(own.seconds, own.end, total <= self.hardware.limit)
 
     @cached_property
@@ -110,7 +110,7 @@ class StagePricer:
             optimizer=optimizer,
             bytes=StageBytes(
                 **{field.name: int(getattr(sizes, field.name)) for field in fields(sizes)},
-                reserve=runs.prices.workload.reserve,
+                reserve=runs.reserve,
                 limit=self.hardware.limit,
             ),
         )

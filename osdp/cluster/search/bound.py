@@ -145,7 +145,7 @@ def _free_bytes(prices: ClusterPrices, place: _Place, strategy: int, held: Float
     each = sum(prices.parameter_bytes(layout.strategy, layout))
     # The minimum over all items, because a stage may consist of one end of the chain alone.
     working = min(prices.working_bytes(layout, item) for item in items.values())
-    free = np.full(len(held), float(place.hardware.limit - prices.workload.reserve) - working)
+    free = np.full(len(held), float(place.hardware.limit - prices.reserve(layout)) - working)
     for rank, item, number in ((0, Item.EMBEDDING, held[0]), (-1, Item.HEAD, layout.head_in_flight)):
         free[rank] -= items[item].parameters * each + items[item].kept * number
     if len(held) == 1:

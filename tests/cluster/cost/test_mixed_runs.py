@@ -26,7 +26,12 @@ from osdp.plan.dims import ParallelDims
 from tests.helpers.clusters import GIB, SLOW, cluster, node_type, shape, workload
 
 #: Where all layers alike, without recomputation, miss by a little.
-LOAD = Workload(shape=shape(12, hidden=1024, heads=16, sequence=1024), global_batch=16)
+LOAD = Workload(
+    shape=shape(12, hidden=1024, heads=16, sequence=1024),
+    global_batch=16,
+    communicator_bytes=0,
+    fragmentation=0,
+)
 MIXED = ParallelLayout(ParallelDims(2, 2, 1), 2, 4, recompute=None, zero=None)
 
 
@@ -45,6 +50,8 @@ ENCODER_DECODER = Workload(
         shape(6, decoder_layers=6, hidden=1024, heads=16, sequence=1024, vocabulary=64000), causal=False
     ),
     global_batch=16,
+    communicator_bytes=2**26,
+    boundary_copies=1,
 )
 
 
@@ -65,7 +72,7 @@ def test_no_runs_of_two_ways_are_better_by_more_than_an_item(megabytes: int, loa
                 parts = runs.split((one, other), *bounds)
                 if cut == stop:
                     parts = runs.whole(one, bounds[0], bounds[2])
-                if runs.sizes(parts, np.array(rank)).total(load.reserve) <= runs.hardware.limit:
+                if runs.sizes(parts, np.array(rank)).total(runs.reserve) <= runs.hardware.limit:
                     best = min(best, float(runs.step_seconds(runs.seconds(parts), runs.end_seconds(parts))))
         stage = stages.stage(start, stop, rank)
         if np.isinf(best):

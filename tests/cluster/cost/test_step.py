@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from osdp.cluster.cost.layer_work import layer_work
+from osdp.cluster.cost.layer_work import Kernels, layer_work
 from osdp.cluster.cost.links import Ring
 from osdp.cluster.cost.stage import ClusterPrices
 from osdp.cluster.cost.step import price
@@ -52,7 +52,7 @@ def test_slices_shorten_the_fill_as_the_simulated_schedule_says(
 def test_slices_do_and_keep_together_what_the_sequence_does() -> None:
     gpt = shape(sequence=1024, hidden=1024, heads=16)
     for item in (Item.EMBEDDING, Item.LAYER, Item.HEAD):
-        whole, part = (layer_work(gpt, item, 2, 1, flash=False, slices=slices) for slices in (1, 4))
+        whole, part = (layer_work(gpt, item, 2, 1, Kernels(flash=False), slices=slices) for slices in (1, 4))
         assert 4 * sum(gemm.flops for gemm in part.gemms) == sum(gemm.flops for gemm in whole.gemms)
         assert (4 * part.kept_bytes, 4 * part.output_bytes) == (whole.kept_bytes, whole.output_bytes)
         assert part.kernels == whole.kernels
@@ -86,7 +86,7 @@ def test_a_ring_sends_what_the_textbook_says() -> None:
 def test_a_layer_does_and_keeps_what_is_published() -> None:
     gpt = shape(sequence=1024, hidden=1024, heads=16)
     s, h, b = 1024, 1024, 2
-    work = layer_work(gpt, Item.LAYER, b, 1, flash=False)
+    work = layer_work(gpt, Item.LAYER, b, 1, Kernels(flash=False))
     # Narayanan et al. (SC 2021, appendix): 24 b s h^2 + 4 b s^2 h in a forward.
     assert sum(gemm.flops for gemm in work.gemms) == 24 * b * s * h * h + 4 * b * s * s * h
     assert work.kept_bytes == 34 * s * b * h + 5 * 16 * s * s * b
@@ -94,7 +94,7 @@ def test_a_layer_does_and_keeps_what_is_published() -> None:
     assert flash.kept_bytes == 34 * s * b * h
     assert sum(gemm.flops for gemm in flash.gemms) == 24 * b * s * h * h + 2 * b * s * s * h
     assert sum(gemm.moved_bytes for gemm in flash.attention) == 0
-    half = layer_work(gpt, Item.LAYER, b, 2, flash=False)
+    half = layer_work(gpt, Item.LAYER, b, 2, Kernels(flash=False))
     assert half.kept_bytes == s * b * h * 10 + (s * b * h * 24 + 5 * 16 * s * s * b) // 2
     assert work.sums == 0 and half.sums == 2
 
@@ -103,8 +103,8 @@ def test_sequence_parallelism_splits_what_tensor_parallelism_leaves_whole() -> N
     gpt = shape(sequence=1024, hidden=1024, heads=16)
     s, h, b = 1024, 1024, 2
     # Korthikanti et al. (arXiv:2205.05198, table 2): s b h (34 + 5 a s / h) / t.
-    split = layer_work(gpt, Item.LAYER, b, 4, flash=False, sequence_parallel=True)
-    whole = layer_work(gpt, Item.LAYER, b, 4, flash=False)
+    split = layer_work(gpt, Item.LAYER, b, 4, Kernels(flash=False, sequence_parallel=True))
+    whole = layer_work(gpt, Item.LAYER, b, 4, Kernels(flash=False))
     assert split.kept_bytes == (34 * s * b * h + 5 * 16 * s * s * b) // 4
     # A rank sends its part of the stream, and keeps that part where the layer is recomputed.
     assert (split.output_bytes, split.input_bytes) == (2 * s * b * h // 4, 2 * s * b * h // 4)
@@ -131,7 +131,7 @@ def test_tensor_parallel_ranks_send_parts_where_the_framework_does() -> None:
 
 def test_a_fused_gate_keeps_two_projections_and_their_product() -> None:
     llama = replace(shape(sequence=1024, hidden=1024, heads=16), gated=True, feed_forward=3072)
-    plain, fused = (layer_work(llama, Item.LAYER, 2, 4, fused_gate=gate) for gate in (False, True))
+    plain, fused = (layer_work(llama, Item.LAYER, 2, 4, Kernels(fused_gate=gate)) for gate in (False, True))
     assert plain.kept_bytes - fused.kept_bytes == 2 * (2 * 1024) * 3072 // 4
 
 
@@ -139,8 +139,8 @@ def test_masks_are_kept_where_there_is_dropout() -> None:
     gpt = shape(sequence=1024, hidden=1024, heads=16)
     s, h, b = 1024, 1024, 2
     # Without its two masks of a byte; of each score the probability in 16 bits is left.
-    assert layer_work(gpt, Item.LAYER, b, 1, dropout=False).kept_bytes == 32 * s * b * h
-    scores = layer_work(gpt, Item.LAYER, b, 1, flash=False, dropout=False)
+    assert layer_work(gpt, Item.LAYER, b, 1, Kernels(dropout=False)).kept_bytes == 32 * s * b * h
+    scores = layer_work(gpt, Item.LAYER, b, 1, Kernels(flash=False, dropout=False))
     assert scores.score_bytes == 2 * 16 * s * s * b
 
 

@@ -46,6 +46,9 @@ def random_problem(seed: int) -> tuple[Cluster, Workload]:
         weight_bytes=draw.choice([2, 2, 4]),
         update_bytes=draw.choice([0, 4]),
         reserve=0,
+        communicator_bytes=0,
+        fragmentation=draw.choice([0.0, 0.2]),
+        boundary_copies=draw.choice([0, 1]),
     )
     states = 18 * sum(model.parameters(item) for item in model.items)
     groups = []
@@ -128,7 +131,9 @@ def test_ways_that_come_out_alike_do_not_hide_the_layout_in_which_they_are() -> 
     model = TransformerShape(
         name="small", layers=7, hidden=256, heads=4, sequence=64, vocabulary=32000, feed_forward=512
     )
-    load = Workload(shape=model, global_batch=2, update_bytes=0, reserve=2**28)
+    load = Workload(
+        shape=model, global_batch=2, update_bytes=0, reserve=2**28, communicator_bytes=0, fragmentation=0
+    )
     node = NodeType(
         "node", Gpu("gpu", 5e13, 336484191, 2e12), 4, NetworkLink(1e9, 0.0), NetworkLink(5e9, 0.0)
     )
@@ -149,7 +154,16 @@ def test_a_stage_may_have_an_end_of_the_chain_alone() -> None:
     model = TransformerShape(
         name="small", layers=4, hidden=256, heads=4, sequence=64, vocabulary=4000, feed_forward=512
     )
-    load = Workload(shape=model, global_batch=2, weight_bytes=4, overlap=1.0, reserve=2**28, update_bytes=0)
+    load = Workload(
+        shape=model,
+        global_batch=2,
+        weight_bytes=4,
+        overlap=1.0,
+        reserve=2**28,
+        update_bytes=0,
+        communicator_bytes=0,
+        fragmentation=0,
+    )
     node = NodeType(
         "node", Gpu("gpu", 1e14, 281340924, 2e12), 4, NetworkLink(3e11, 0.0), NetworkLink(1e8, 1e-4)
     )
