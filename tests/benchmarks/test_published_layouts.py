@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.published_layouts import SPACE, half_row, predict, summary_of
+from benchmarks.published_layouts import half_row, predict, summary_of
 from benchmarks.support.published.halves import is_set_aside
 from benchmarks.support.published.rows import (
     OUT_OF_MEMORY,
@@ -14,6 +14,7 @@ from benchmarks.support.published.rows import (
     flops,
     read_rows,
 )
+from benchmarks.support.published.spaces import ANY, space_of
 from osdp.cluster.plan import RecomputeLayers
 
 ROWS = {row["name"]: row for table in (RAN, OUT_OF_MEMORY) for row in read_rows(table)}
@@ -55,6 +56,7 @@ def test_seconds_follow_from_rates_where_they_are_not_told() -> None:
         ({"precision": "fp8"}, "fp8"),
         ({"virtual_stages": "3"}, "interleaved"),
         ({"gpu": "TPU"}, "no data of the GPU"),
+        ({"assumptions": "checkpoints are kept in host memory"}, "activations in host memory"),
         ({"interconnect": "pigeons"}, "pigeons"),
         ({"micro_batch": "3"}, "do not divide the batch"),
     ],
@@ -62,6 +64,24 @@ def test_seconds_follow_from_rates_where_they_are_not_told() -> None:
 def test_rows_without_terms_say_why(fields: dict[str, str], reason: str) -> None:
     with pytest.raises(NotExpressibleError, match=reason):
         case_of(changed(KORTHIKANTI, **fields))
+
+
+def test_what_a_source_tells_of_a_model_is_taken() -> None:
+    told = case_of(changed(KORTHIKANTI, assumptions="tied embeddings, no biases, ALiBi")).workload.shape
+    untold = case_of(ROWS[KORTHIKANTI]).workload.shape
+    assert (told.biases, told.positions, untold.biases, untold.positions) == (False, 0, True, 2048)
+
+
+def test_a_layout_is_compared_with_what_its_framework_could_run() -> None:
+    """BigScience's layouts were 1.3 times slower than ones with a recomputation that came a year later."""
+    wide = space_of(changed(KORTHIKANTI, source_url="", micro_batch="15"))
+    assert wide.recompute == tuple(RecomputeLayers) and wide.samples == (1, 2, 4, 8, 15, 16)
+    assert space_of(ROWS[KORTHIKANTI]).zero == (0,)
+    deepspeed = space_of(changed(KORTHIKANTI, framework="Megatron-DeepSpeed"))
+    assert (deepspeed.zero, deepspeed.schedules) == ((0, 1), ("1f1b",))
+    assert RecomputeLayers.SELECTIVE not in deepspeed.recompute
+    fsdp = space_of(changed(KORTHIKANTI, framework="PyTorch FSDP (IBM)"))
+    assert (fsdp.tp, fsdp.pp, fsdp.zero) == ((1,), (1,), (0, 2, 3))
 
 
 def test_every_row_is_read_or_has_a_reason() -> None:
@@ -100,5 +120,5 @@ def test_wrong_verdicts_are_counted_apart() -> None:
 def test_the_planners_choice_is_no_slower_than_a_published_one_of_its_space() -> None:
     case = case_of(ROWS["korthikanti-22b-full"])
     found = predict(case, True, search=True)
-    assert found.plan.layout.samples in SPACE.samples and found.plan.fits
+    assert found.plan.layout.samples in ANY.samples and found.plan.fits
     assert found.over_ours is not None and found.over_ours >= 1.0 - 1e-9
