@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import pairwise
 
+from osdp.cluster.spread import PUBLISHED_SPREAD, Spread
 from osdp.cluster.transformer import LAYERS, Item, TransformerShape
 from osdp.codec import Savable
 from osdp.plan.dims import ParallelDims
@@ -328,6 +329,7 @@ class ClusterPlan(Savable):
         dollars_per_second: Price of all nodes; ``None`` if a price is unknown.
         optimal: Whether the plan is proven optimal in its search space. Where strategies are chosen item by
             item, the space has one choice for each stage, that of :mod:`osdp.cluster.cost.mixed_runs`.
+        spread: How far measurements may lie from what is predicted.
         version: Version of this format.
     """
 
@@ -341,6 +343,7 @@ class ClusterPlan(Savable):
     runs: tuple[tuple[LayerRun, ...], ...] = ()
     dollars_per_second: float | None = None
     optimal: bool = False
+    spread: Spread = PUBLISHED_SPREAD
     version: int = CLUSTER_PLAN_VERSION
 
     @property
@@ -354,9 +357,25 @@ class ClusterPlan(Savable):
         return min(self.stages, key=lambda stage: stage.limit - stage.total)
 
     @property
+    def step_interval(self) -> tuple[float, float]:
+        """Seconds of a step between which nine tenths of the measured ones lie."""
+        return self.spread.low * self.step_seconds, self.spread.high * self.step_seconds
+
+    @property
+    def peak_interval(self) -> tuple[float, float]:
+        """Bytes of the peak between which nine tenths of the measured ones lie."""
+        return self.spread.peak_low * self.peak.total, self.spread.peak_high * self.peak.total
+
+    @property
     def fits(self) -> bool:
         """Whether every stage fits its devices."""
         return all(stage.total <= stage.limit for stage in self.stages)
+
+    @property
+    def may_not_fit(self) -> bool:
+        """Whether it fits as predicted, but not at the end of its interval."""
+        most = self.spread.peak_high
+        return self.fits and any(most * stage.total > stage.limit for stage in self.stages)
 
     @property
     def most_memory_saving(self) -> ParallelLayout:

@@ -13,7 +13,7 @@ Levenberg-Marquardt steps (Moré, "The Levenberg-Marquardt algorithm", 1978) fro
 proven global; the same rows give the same answer.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from osdp.cluster.calibration.measured_step import MeasuredStep
 from osdp.cluster.calibration.step_model import Fitted, Setting, StepModel
-from osdp.cluster.cost.corrections import Correction, LayerSize, corrections_of
+from osdp.cluster.cost.corrections import ALONE, Correction, LayerSize, corrections_of, deviation_at
 from osdp.cluster.cost.rates import PUBLISHED, Efficiencies
 from osdp.cluster.hardware import Cluster, NetworkLink
 from osdp.codec import Savable
@@ -52,8 +52,6 @@ _START = {
     "inside_latency": 1e-6,
     "outside_latency": 1e-6,
 }
-#: Minimum relative deviation of steps with the same layer, whatever else differs between them.
-_ALONE = 0.02
 #: Levenberg-Marquardt: maximum iterations, relative gain at which to stop, and step of finite differences.
 _MAX_STEPS, _ENOUGH, _DIFFERENCE = 30, 1e-5, 1e-4
 
@@ -117,9 +115,10 @@ def calibrate(
     """
     errors = np.abs(cross_validation(steps, setting, rates=rates, folds=folds))
     found = fit(steps, setting, rates=rates)
+    quantile = error_quantile(held_out_scores(steps, setting, rates=rates, folds=folds))
     return Calibration(
         node=setting.node.name,
-        rates=found.rates,
+        rates=replace(found.rates, error_quantile=quantile),
         inside=found.inside,
         outside=found.outside if StepModel(steps, setting).spans_nodes else None,
         steps=len(steps),
@@ -226,6 +225,76 @@ def leave_out(
     return _held_out(steps, setting, picked, rates)
 
 
+def layer_of(step: MeasuredStep) -> LayerSize:
+    """The kind of layer of a step."""
+    return LayerSize(step.hidden, step.heads, step.sequence, step.tp, step.samples)
+
+
+def degrees_of(step: MeasuredStep) -> tuple[int, int, int]:
+    """The degrees of a step: tp, dp and pp."""
+    return step.tp, step.dp, step.pp
+
+
+#: What steps have in common that are held out together, where the error of new ones is asked for.
+GROUPS: dict[str, Callable[[MeasuredStep], Hashable]] = {"layer": layer_of, "degrees": degrees_of}
+
+
+def held_out_scores(
+    steps: Sequence[MeasuredStep], setting: Setting, *, rates: Efficiencies = PUBLISHED, folds: int = 5
+) -> Floats:
+    """Errors of steps that are held out with all others of their kind of layer, and of their degrees.
+
+    Args:
+        steps: Measured steps.
+        setting: Settings that all steps share.
+        rates: Prior coefficients.
+        folds: Number of folds into which the groups are divided, or as many as there are.
+
+    Returns:
+        Logarithms of measured over modelled seconds, in standard deviations; shape ``(up to 2 steps,)``.
+    """
+    scores = []
+    for group_of in GROUPS.values():
+        groups = list(dict.fromkeys(group_of(step) for step in steps))
+        number = min(folds, len(groups))
+        if number < 2:
+            continue
+        # A fixed seed, so that the same rows give the same error.
+        part = dict(zip(groups, np.random.default_rng(0).permutation(len(groups)) % number, strict=True))
+        of_step = np.array([part[group_of(step)] for step in steps])
+        for fold in range(number):
+            logs, deviations = held_out_errors(steps, setting, of_step == fold, rates)
+            scores.append(logs / deviations)
+    return np.concatenate(scores) if scores else np.zeros(0)
+
+
+def error_quantile(scores: Floats) -> float:
+    """90 % quantile of absolute scores; of normally distributed ones where there are none."""
+    return float(np.quantile(np.abs(scores), 0.9)) if len(scores) else 1.645
+
+
+def held_out_errors(
+    steps: Sequence[MeasuredStep],
+    setting: Setting,
+    held: NDArray[np.bool_],
+    rates: Efficiencies = PUBLISHED,
+) -> tuple[Floats, Floats]:
+    """Logarithms of measured over modelled seconds of the held-out steps, and their standard deviations.
+
+    Args:
+        steps: Measured steps.
+        setting: Settings that all steps share.
+        held: Which of them are predicted by a fit to the others; shape ``(steps,)``.
+        rates: Prior coefficients.
+    """
+    fitted = fit([step for step, out in zip(steps, held, strict=True) if not out], setting, rates=rates)
+    picked = [step for step, out in zip(steps, held, strict=True) if out]
+    logs: Floats = -np.log(1.0 + relative_errors(picked, setting, fitted))
+    kinds = {layer_of(step) for step in picked}
+    deviation = {kind: deviation_at(fitted.rates.corrections, kind) for kind in kinds}
+    return logs, np.array([deviation[layer_of(step)] for step in picked])
+
+
 def _held_out(
     steps: Sequence[MeasuredStep],
     setting: Setting,
@@ -244,7 +313,7 @@ def _fit(model: StepModel, rates: Efficiencies, corrected: bool) -> Fitted:
     """Fit the logarithms of all coefficients at once, with ``rates`` and the links of the node as prior."""
     # 1. The prior, in logarithms; links between nodes only if some step used them.
     node = model.setting.node
-    prior = {f.name: getattr(rates, f.name) for f in fields(rates) if f.name != "corrections"}
+    prior = {f.name: getattr(rates, f.name) for f in fields(rates) if f.name in _SPREAD}
     prior |= {"inside_bandwidth": node.inside.bandwidth, "inside_latency": node.inside.latency}
     if model.spans_nodes:
         prior |= {"outside_bandwidth": node.outside.bandwidth, "outside_latency": node.outside.latency}
@@ -278,13 +347,13 @@ def _fit(model: StepModel, rates: Efficiencies, corrected: bool) -> Fitted:
 def _corrections(model: StepModel, fitted: Fitted) -> tuple[Correction, ...]:
     """Corrections of the residuals that the coefficients leave, one for each measured layer."""
     logs = np.log(model.measured / model.seconds(fitted))
-    cases = [LayerSize(step.hidden, step.heads, step.sequence, step.tp, step.samples) for step in model.steps]
+    cases = [layer_of(step) for step in model.steps]
     rows: dict[LayerSize, list[float]] = {}
     for case, log in zip(cases, logs.tolist(), strict=True):
         rows.setdefault(case, []).append(log)
     means = np.array([np.mean(found) for found in rows.values()])
     # Standard errors of the means; a single step is as uncertain as steps of one layer differ at least.
-    deviations = np.array([max(float(np.std(found)), _ALONE) / len(found) ** 0.5 for found in rows.values()])
+    deviations = np.array([max(float(np.std(found)), ALONE) / len(found) ** 0.5 for found in rows.values()])
     return corrections_of(tuple(rows), means, deviations)
 
 

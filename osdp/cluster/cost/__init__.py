@@ -9,6 +9,7 @@ Start at :func:`osdp.cluster.cost.step.price`.
 - ``corrections``: what measured steps add to these rates
 - ``measured_layers``: measured seconds, carried to other batches and degrees
 - ``links``: devices of a stage, the links between them, and collectives over these
+- ``item_prices``: costs of one item
 - ``stage``: seconds and bytes of stages, from the number of their items
 - ``layer_runs``: stages made of runs of layers that are stored alike
 - ``mixed_runs``: the best one or two runs that fit

@@ -22,6 +22,9 @@ Floats = NDArray[np.float64]
 #: v and l: logarithms of corrections are about 0.1, and half a doubling away 1/e of a correction is left.
 _VARIANCE, _DOUBLINGS = 0.1**2, 0.5
 
+#: Minimum relative deviation of steps with the same layer, whatever else differs between them.
+ALONE = 0.02
+
 
 @dataclass(frozen=True, slots=True)
 class LayerSize:
@@ -44,10 +47,17 @@ class LayerSize:
 
 @dataclass(frozen=True, slots=True)
 class Correction:
-    """A measured case; ``weight`` is its coefficient in the interpolation."""
+    """A measured case.
+
+    Attributes:
+        case: The case.
+        weight: Its coefficient in the interpolation.
+        deviation: Standard deviation of the logarithm that was measured.
+    """
 
     case: LayerSize
     weight: float
+    deviation: float = ALONE
 
 
 def correction_factor(corrections: Sequence[Correction], case: LayerSize) -> float:
@@ -63,9 +73,33 @@ def corrections_of(cases: Sequence[LayerSize], logs: Floats, deviations: Floats)
         logs: Logarithm of the measured factor of each case; shape ``(cases,)``.
         deviations: Standard deviation of each logarithm; shape ``(cases,)``.
     """
-    covariance = np.array([[_covariance(x, y) for y in cases] for x in cases])
-    weights = np.linalg.solve(covariance + np.diag(deviations**2), logs)
-    return tuple(Correction(case, float(weight)) for case, weight in zip(cases, weights, strict=True))
+    weights = np.linalg.solve(_covariances(cases, deviations), logs)
+    found = zip(cases, weights.tolist(), deviations.tolist(), strict=True)
+    return tuple(Correction(case, weight, deviation) for case, weight, deviation in found)
+
+
+def deviation_at(corrections: Sequence[Correction], case: LayerSize) -> float:
+    """Standard deviation of the logarithm of a case's error, beside what its correction explains.
+
+    That of the interpolation (Cressie, section 3.2), and of steps of one layer among each other.
+
+    Args:
+        corrections: The measured cases.
+        case: The case that is predicted.
+    """
+    unexplained = _VARIANCE
+    if corrections:
+        near = np.array([_covariance(each.case, case) for each in corrections])
+        known = _covariances(
+            [each.case for each in corrections], np.array([each.deviation for each in corrections])
+        )
+        unexplained -= float(near @ np.linalg.solve(known, near))
+    return math.sqrt(max(unexplained, 0.0) + ALONE**2)
+
+
+def _covariances(cases: Sequence[LayerSize], deviations: Floats) -> Floats:
+    covariance: Floats = np.array([[_covariance(x, y) for y in cases] for x in cases])
+    return covariance + np.diag(deviations**2)
 
 
 def _covariance(x: LayerSize, y: LayerSize) -> float:

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from osdp.cluster.cost.stage import ClusterPrices, Floats, ItemPrices
+from osdp.cluster.cost.item_prices import ItemPrices
+from osdp.cluster.cost.stage import ClusterPrices, Floats
 from osdp.cluster.plan import LayerStrategy, ParallelLayout, RecomputeLayers, StageSlot
 
 Indices = NDArray[np.int64]

@@ -45,6 +45,8 @@ class Efficiencies:
             for the slowest one.
         step_seconds: Fixed seconds per step: data loading, training loop, gradient scaler.
         corrections: Residuals of measured layers.
+        error_quantile: 90 % quantile of the errors of steps that were held out, in standard deviations
+            (:func:`osdp.cluster.cost.corrections.deviation_at`); 0 if nothing was fitted.
     """
 
     matrix_share: float
@@ -55,6 +57,7 @@ class Efficiencies:
     sum_seconds: float = 0.0
     step_seconds: float = 0.0
     corrections: tuple[Correction, ...] = ()
+    error_quantile: float = 0.0
 
     def __post_init__(self) -> None:
         shares = ("matrix_share", "unaligned_share", "memory_share")

@@ -12,13 +12,14 @@ gradients after every microbatch, and ZeRO 3 all-gathers weights for every forwa
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
-from osdp.cluster.cost.corrections import LayerSize, correction_factor
+from osdp.cluster.cost.corrections import LayerSize, correction_factor, deviation_at
+from osdp.cluster.cost.item_prices import ItemPrices
 from osdp.cluster.cost.layer_time import LayerSeconds, layer_seconds
 from osdp.cluster.cost.layer_work import Kernels, LayerWork, layer_work
 from osdp.cluster.cost.links import SlotHardware, slot_hardware
@@ -27,39 +28,10 @@ from osdp.cluster.cost.rates import PUBLISHED, Efficiencies
 from osdp.cluster.hardware import Cluster, Gpu
 from osdp.cluster.layer_profile import LayerCase, LayerCost, LayerProfile
 from osdp.cluster.plan import LayerStrategy, ParallelLayout, RecomputeLayers, StageSlot, Workload
+from osdp.cluster.spread import PUBLISHED_SPREAD, Spread, fitted_spread
 from osdp.cluster.transformer import Item
 
 Floats = NDArray[np.float64]
-
-
-@dataclass(frozen=True, slots=True)
-class ItemPrices:
-    """Costs of one item of the chain on one kind of slot; seconds per microbatch, and bytes.
-
-    Attributes:
-        compute: Forward and backward.
-        recompute: Forwards recomputed in the backward.
-        backward: Backward part of ``compute``.
-        tensor: All-reduces over tensor-parallel ranks, including recomputed ones.
-        shards: Exposed all-gathers and reduce-scatters of each microbatch.
-        parameters: Parameter count on a rank before data-parallel sharding.
-        kept: Bytes saved from its forward to its backward.
-        working: Transient bytes during its own backward.
-    """
-
-    compute: float
-    recompute: float
-    backward: float
-    tensor: float
-    shards: float
-    parameters: int
-    kept: int
-    working: int
-
-    @property
-    def seconds(self) -> float:
-        """Seconds per microbatch."""
-        return self.compute + self.recompute + self.tensor + self.shards
 
 
 class StagePrices:
@@ -168,6 +140,7 @@ class ClusterPrices:
         self._work: dict[tuple[LayerCase, int], LayerWork] = {}
         self._seconds: dict[tuple[LayerCase, int, Gpu], LayerSeconds] = {}
         self._factors: dict[tuple[int, int], float] = {}
+        self._spreads: dict[tuple[int, int], Spread] = {}
 
     def work(self, item: Item, layout: ParallelLayout) -> LayerWork:
         """Work of one rank for one item on one token slice of a microbatch."""
@@ -354,6 +327,18 @@ class ClusterPrices:
         # Profiles measure whole sequences: scale to a slice by the modelled ratio.
         of_slice = layer_seconds(self.work(item, layout), gpu, self.rates)
         return whole.scale(of_slice, modelled(case))
+
+    def spread(self, layout: ParallelLayout) -> Spread:
+        """How far measurements may lie from what is predicted for a layout."""
+        rates, shape = self.rates, self.workload.shape
+        if not rates.error_quantile:
+            return PUBLISHED_SPREAD
+        key = (layout.samples, layout.degrees.tp)
+        if key not in self._spreads:
+            size = LayerSize(shape.hidden, shape.heads, shape.sequence, layout.degrees.tp, layout.samples)
+            deviation = deviation_at(rates.corrections, size)
+            self._spreads[key] = fitted_spread(rates.error_quantile * deviation)
+        return self._spreads[key]
 
     def _factor(self, layout: ParallelLayout) -> float:
         """Correction factor of the modelled seconds, interpolated from measured layers."""

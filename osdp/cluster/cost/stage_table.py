@@ -6,9 +6,10 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from osdp.cluster.cost.item_prices import ItemPrices
 from osdp.cluster.cost.layer_runs import RunBatch, RunPrices, Sizes
 from osdp.cluster.cost.mixed_runs import MixedStages, mixed_stages
-from osdp.cluster.cost.stage import ClusterPrices, Floats, ItemPrices
+from osdp.cluster.cost.stage import ClusterPrices, Floats
 from osdp.cluster.plan import LayerRun, ParallelLayout, StageBytes, StageSlot
 
 

@@ -224,6 +224,7 @@ def price(
         stages=tuple(stage.bytes for stage in found),
         runs=tuple(stage.runs for stage in found) if layout.by_item else (),
         dollars_per_second=prices.cluster.part(nodes_of(slots)).dollars_per_second,
+        spread=prices.spread(layout),
     )
 
 

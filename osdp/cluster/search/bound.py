@@ -20,10 +20,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from osdp.cluster.cost.item_prices import ItemPrices
 from osdp.cluster.cost.layer_runs import strategies_of
 from osdp.cluster.cost.links import SlotHardware
 from osdp.cluster.cost.mixed_runs import lower_hull
-from osdp.cluster.cost.stage import ClusterPrices, ItemPrices
+from osdp.cluster.cost.stage import ClusterPrices
 from osdp.cluster.cost.step import ROUNDING, border_seconds, step_formula, wrap_seconds
 from osdp.cluster.plan import ParallelLayout
 from osdp.cluster.search.space import Family, SlotGroups

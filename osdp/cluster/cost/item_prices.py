@@ -1,0 +1,33 @@
+"""ItemPrices: what one item of a chain costs on one kind of slot."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class ItemPrices:
+    """Costs of one item of the chain on one kind of slot; seconds per microbatch, and bytes.
+
+    Attributes:
+        compute: Forward and backward.
+        recompute: Forwards recomputed in the backward.
+        backward: Backward part of ``compute``.
+        tensor: All-reduces over tensor-parallel ranks, including recomputed ones.
+        shards: Exposed all-gathers and reduce-scatters of each microbatch.
+        parameters: Parameter count on a rank before data-parallel sharding.
+        kept: Bytes saved from its forward to its backward.
+        working: Transient bytes during its own backward.
+    """
+
+    compute: float
+    recompute: float
+    backward: float
+    tensor: float
+    shards: float
+    parameters: int
+    kept: int
+    working: int
+
+    @property
+    def seconds(self) -> float:
+        """Seconds per microbatch."""
+        return self.compute + self.recompute + self.tensor + self.shards
