@@ -1,5 +1,6 @@
-"""ClusterReport: what is known about the choice of a cluster plan, for its page."""
+"""ClusterReport: what is known about the choice of a cluster plan, and which plans are ties."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from osdp.cluster.hardware import Cluster
@@ -59,3 +60,35 @@ class ClusterReport:
         """Cost of a plan on the front: dollars of a step, or its number of devices."""
         dollars = plan.dollars_per_step if self.priced else None
         return plan.layout.degrees.world_size if dollars is None else dollars
+
+
+def ties(plans: Sequence[ClusterPlan]) -> tuple[int, ...]:
+    """Indices of the plans whose seconds cannot be told apart from the first one's, that one included.
+
+    Args:
+        plans: Plans of one workload, best first.
+    """
+    best = plans[0]
+    return tuple(
+        index
+        for index, plan in enumerate(plans)
+        if plan is best
+        or (plan.fits and best.spread.alike(plan.spread, plan.step_seconds / best.step_seconds))
+    )
+
+
+def worth_measuring(plans: Sequence[ClusterPlan], number: int = 3) -> tuple[int, ...]:
+    """Indices of the ties that a measurement should decide between; empty if the first plan is alone.
+
+    Layouts of other degrees come first: what is wrong with the prediction of one is not with the other's.
+
+    Args:
+        plans: Plans of one workload, best first.
+        number: Number of plans at most.
+    """
+    tied = ties(plans)
+    if len(tied) < 2:
+        return ()
+    first = {plans[index].layout.degrees: index for index in reversed(tied)}
+    others = [index for index in tied if index not in first.values()]
+    return tuple(sorted([*sorted(first.values()), *others][:number]))

@@ -20,7 +20,7 @@ from osdp.cluster.cost.stage import ClusterPrices
 from osdp.cluster.cost.step import price
 from osdp.cluster.export.breakdown import breakdown
 from osdp.cluster.export.pareto_plot import plot_plans
-from osdp.cluster.export.table import csv_table, json_table, rows_of, text_table
+from osdp.cluster.export.table import csv_table, json_table, rows_of, text_table, ties_text
 from osdp.cluster.layer_profile import merge_profiles
 from osdp.cluster.plan import ClusterPlan, ParallelLayout, num_layers
 from osdp.cluster.search.infeasible import check_space, no_plan_error
@@ -67,6 +67,9 @@ def plan(request: ClusterRequest, goal: GoalOptions, outputs: OutputFiles) -> No
     if outputs.plot is not None:
         plot_plans(plans, cluster, outputs.plot)
     typer.echo(text_table(plans, cluster, goal.steps))
+    # On a front every plan has nodes of its own, and is best on these.
+    if not goal.pareto and (tied := ties_text(plans)):
+        typer.echo(tied)
     typer.echo(
         wrapped(
             f"{found.candidates:,} layouts with {found.placements:,} placements; {found.arranged:,} of them "

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from itertools import groupby, pairwise
 
-from osdp.cluster.export.table import degrees_text
+from osdp.cluster.export.table import degrees_text, interval_text
 from osdp.cluster.hardware import Cluster
 from osdp.cluster.plan import (
     ClusterPlan,
@@ -44,7 +44,8 @@ def breakdown(plan: ClusterPlan, cluster: Cluster, shape: TransformerShape) -> s
         for name, seconds, why in step_parts(plan)
     ]
     blocks = [
-        f"{wrapped(head)}\nstep {format_seconds(plan.step_seconds)}{price}{proof}",
+        f"{wrapped(head)}\nstep {format_seconds(plan.step_seconds)} "
+        f"({interval_text(plan.step_interval, format_seconds)} in nine of ten cases){price}{proof}",
         align(rows, right=(1, 2), narrow=3),
         _memory_table(plan, cluster, shape),
     ]
@@ -96,7 +97,8 @@ def _memory_table(plan: ClusterPlan, cluster: Cluster, shape: TransformerShape) 
             sizes[-2] += " (!)"
         rows.append((str(index), slot_text(slot, cluster), str(layers[index]), *sizes))
     table = align(rows, right=range(2, len(rows[0])), narrow=1)
-    return f"{table}\n{wrapped(_rest(plan.stages))}"
+    peak = f"; a peak of {interval_text(plan.peak_interval, format_bytes)} is measured in nine of ten cases"
+    return f"{table}\n{wrapped(_rest(plan.stages) + peak)}"
 
 
 def _rest(stages: Sequence[StageBytes]) -> str:

@@ -6,16 +6,17 @@ The first columns of CSV and JSON are those of ZeROSearch's tables, for direct c
 import csv
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby, pairwise
 from typing import Any
 
 from osdp.cluster.cost.step import nodes_of
+from osdp.cluster.explanation import ties, worth_measuring
 from osdp.cluster.hardware import Cluster
 from osdp.cluster.plan import ClusterPlan, StageSlot, layers_of
 from osdp.cluster.transformer import TransformerShape
 from osdp.plan.dims import ParallelDims
-from osdp.text import align, format_bytes, format_dollars, format_seconds
+from osdp.text import align, format_bytes, format_dollars, format_seconds, wrapped
 
 _GIB = 2**30
 
@@ -33,10 +34,24 @@ def rows_of(
     """
     rows = []
     real = 0
+    tied = ties(plans) if plans else ()
     for rank, plan in enumerate(plans, start=1):
         real += plan.fits
-        rows.append(_row(plan, cluster, shape, steps, rank, real if plan.fits else 0))
+        row = _row(plan, cluster, shape, steps, rank, real if plan.fits else 0)
+        rows.append(row | _intervals(plan) | {"tied with the first": rank - 1 in tied})
     return rows
+
+
+def _intervals(plan: ClusterPlan) -> dict[str, float | bool]:
+    """Ends of the 90 % intervals of a row, and whether the peak may exceed the memory within them."""
+    (fast, slow), (low, high) = plan.step_interval, plan.peak_interval
+    return {
+        "estimated time low(s/step)": fast,
+        "estimated time high(s/step)": slow,
+        "gpumem low": low / _GIB,
+        "gpumem high": high / _GIB,
+        "may be oom": plan.may_not_fit,
+    }
 
 
 def _row(
@@ -102,10 +117,33 @@ def text_table(plans: Sequence[ClusterPlan], cluster: Cluster, steps: int | None
     if all(plan.dollars_per_step is None for plan in plans):
         rows = [(*row[:8], *row[9:]) for row in rows]
     right = [0, *range(7, len(rows[0]))]
-    table = align(rows, right=right, narrow=1)
-    return (
-        table if all(plan.fits for plan in plans) else f"{table}\n(!) does not fit the memory of its devices"
+    notes = ["below times and peaks: where nine of ten measured ones lie"]
+    if not all(plan.fits for plan in plans):
+        notes.append("(!) does not fit the memory of its devices")
+    if any(plan.may_not_fit for plan in plans):
+        notes.append("(?) fits as predicted, but not at the end of its interval")
+    return "\n".join([align(rows, right=right, narrow=1), *notes])
+
+
+def ties_text(plans: Sequence[ClusterPlan]) -> str:
+    """Which rows of a table cannot be told apart, and what to measure; empty if none is as good as the first.
+
+    Args:
+        plans: The plans of the rows, best first.
+    """
+    tied, measured = ties(plans), worth_measuring(plans)
+    if not measured:
+        return ""
+    return wrapped(
+        f"rows {_rows_text(tied)} cannot be told apart: their times differ by less than the errors of their "
+        f"predictions; ten minutes of rows {_rows_text(measured)} each would decide, and osdp cluster "
+        "calibrate takes what they measure"
     )
+
+
+def _rows_text(indices: Sequence[int]) -> str:
+    *head, last = (str(index + 1) for index in indices)
+    return f"{', '.join(head)} and {last}" if head else last
 
 
 def _cells(rank: int, plan: ClusterPlan, cluster: Cluster, steps: int | None) -> tuple[str, ...]:
@@ -119,10 +157,37 @@ def _cells(rank: int, plan: ClusterPlan, cluster: Cluster, steps: int | None) ->
         layout.schedule if layout.degrees.pp > 1 else "-",
         layout.sharding,
         layout.recomputation,
-        format_seconds(plan.step_seconds),
+        f"{format_seconds(plan.step_seconds)}\n{interval_text(plan.step_interval, format_seconds)}",
         "-" if dollars is None else format_dollars(dollars * (steps or 1)),
-        format_bytes(plan.peak.total) + ("" if plan.fits else " (!)"),
+        f"{format_bytes(plan.peak.total)}{_fit_mark(plan)}\n"
+        f"{interval_text(plan.peak_interval, format_bytes)}",
     )
+
+
+def _fit_mark(plan: ClusterPlan) -> str:
+    if not plan.fits:
+        return " (!)"
+    return " (?)" if plan.may_not_fit else ""
+
+
+def interval_text(interval: tuple[float, float], text: Callable[[float], str]) -> str:
+    """An interval in the unit of its larger end.
+
+    Args:
+        interval: Both ends.
+        text: How an end is written, with a space before its unit.
+
+    >>> from osdp.text import format_seconds
+    >>> interval_text((0.629, 1.42), format_seconds), interval_text((0.0, 2.0), format_seconds)
+    ('0.629-1.42 s', '0-2 s')
+    """
+    low, high = interval
+    number, unit = text(high).rsplit(" ", 1)
+    return f"{_digits(low / high * float(number))}-{_digits(float(number))} {unit}"
+
+
+def _digits(number: float) -> str:
+    return f"{number:.3g}" if number < 1000 else f"{number:.0f}"
 
 
 def nodes_text(plan: ClusterPlan, cluster: Cluster) -> str:

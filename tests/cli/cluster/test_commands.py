@@ -73,7 +73,7 @@ def test_all_layouts_can_be_listed(
     words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     table = tmp_path / "table.csv"
-    full = ["--reserve", "22GiB", "--set", "layers=12", "--micro-batch", "8"]
+    full = ["--reserve", "20.8GiB", "--set", "layers=12", "--micro-batch", "8"]
     run("cluster", "plan", *words, "--every", "--csv", str(table), *full)
     capsys.readouterr()
     with table.open(encoding="utf8") as file:
@@ -99,7 +99,7 @@ def test_ways_may_be_chosen_layer_by_layer(words: list[str], capsys: pytest.Capt
         "18GiB",
     )
     told = capsys.readouterr().out
-    assert "mixed" in told and "23 zero1, recompute full" in told
+    assert "mixed" in told and "zero1, recompute full" in told
     # What is best alike is told as that.
     run("cluster", "plan", *words, *degrees, *mixed, "--every", "--top", "1")
     assert "mixed" not in capsys.readouterr().out
@@ -138,11 +138,11 @@ def test_memory_is_what_the_target_keeps(words: list[str], tmp_path: Path) -> No
     degrees = ["--tp", "1", "--pp", "1", "--dp", "4", "--micro-batch", "2"]
     degrees += ["--zero", "0", "--recomputation", "none"]
     found = []
-    for target in ([], ["--target", "megatron-bf16"]):
+    for target in ("megatron-bf16", "megatron-fp16"):
         path = tmp_path / "row.json"
-        run("cluster", "plan", *words, *degrees, *target, "--json", str(path))
+        run("cluster", "plan", *words, *degrees, "--target", target, "--json", str(path))
         found.append(json.loads(path.read_text(encoding="utf8"))[0]["gpumem"])
-    # Gradients take 4 bytes instead of 2.
+    # 18 and 20 bytes of a parameter.
     numbers = replace(shape_of("gpt2"), layers=4).num_parameters
     assert float(found[1]) - float(found[0]) == pytest.approx(2 * numbers / 2**30)
 

@@ -5,7 +5,7 @@ from html import escape
 
 from osdp.cluster.explanation import ClusterReport
 from osdp.cluster.export.breakdown import slot_text, step_parts
-from osdp.cluster.export.table import nodes_text
+from osdp.cluster.export.table import interval_text, nodes_text, ties_text
 from osdp.cluster.plan import MIXED, ClusterPlan, RecomputeLayers, layers_of
 from osdp.report.html.document import cards
 from osdp.text import format_bytes, format_dollars, format_seconds
@@ -60,8 +60,14 @@ def first_screen(report: ClusterReport) -> str:
         f"<p>The plan is {escape(report.goal)}: {escape(nodes_text(plan, report.cluster))}, {which} devices. "
         f"They train {escape(shape.name)} ({shape.num_parameters / 1e9:.3g} billion parameters) on "
         f"{report.workload.global_batch:,} samples of {shape.sequence:,} tokens a step.</p>{cards(facts)}"
-        f"<h2>What was decided, and why</h2>{_decisions(report)}{_share(plan)}{_others(report)}"
+        f"<h2>What was decided, and why</h2>{_decisions(report)}{_ties(report)}{_share(plan)}"
+        f"{_others(report)}"
     )
+
+
+def _ties(report: ClusterReport) -> str:
+    tied = ties_text(report.listed) if report.listed and report.plan is report.listed[0] else ""
+    return f"<p>Of the layouts below, {escape(tied)}.</p>" if tied else ""
 
 
 def _fit(report: ClusterReport) -> str:
@@ -70,10 +76,11 @@ def _fit(report: ClusterReport) -> str:
     left = plan.peak.limit - plan.peak.total
     free = f"{format_bytes(left)} left" if left >= 0 else f"{format_bytes(-left)} too much"
     on = escape(slot_text(plan.slots[stage], report.cluster))
+    spread = interval_text(plan.peak_interval, format_bytes)
     return (
         f'<b class="{"good" if plan.fits else "bad"}">{"yes" if plan.fits else "no"}</b>'
         f"{format_bytes(plan.peak.total)} of {format_bytes(plan.peak.limit)} per device where least is left, "
-        f"in stage {stage} ({on}): {free}"
+        f"in stage {stage} ({on}): {free}; in nine of ten cases {spread}"
     )
 
 
@@ -82,7 +89,9 @@ def _speed(report: ClusterReport) -> str:
     rate = report.workload.global_batch / seconds
     tokens = rate * report.workload.shape.sequence
     whole = "" if report.steps is None else f"; {report.steps:,} steps take {_long(report.steps * seconds)}"
-    return f"<b>{format_seconds(seconds)} a step</b>{rate:.4g} samples/s, {tokens:,.0f} tokens/s{whole}"
+    spread = interval_text(report.plan.step_interval, format_seconds)
+    pace = f"{rate:.4g} samples/s, {tokens:,.0f} tokens/s{whole}"
+    return f"<b>{format_seconds(seconds)} a step</b>in nine of ten cases {spread}; {pace}"
 
 
 def _long(seconds: float) -> str:
