@@ -9,6 +9,9 @@ alike, with full recomputation if one of them would not fit 80 GB otherwise, and
 - Zero-shot: the published rates (:data:`osdp.cluster.cost.rates.PUBLISHED`); nothing is fitted to the data.
 - Cross-validation: five parts, each predicted by coefficients fitted to the other four, with and without
   what those leave of measured layers (:mod:`osdp.cluster.cost.corrections`); the summary has it with.
+- Intervals: each kind of layer, and each tp, dp and pp, is left out in turn and predicted by a fit to all
+  others, with the 90 % interval that a calibration to these has: it follows from the errors of all other
+  steps that were left out. Coverage is the share of steps within, the half-width relative to the prediction.
 - Leave-out: the larger half of the numbers of GPUs, hidden sizes or microbatches, predicted by what was
   fitted to the smaller ones.
 
@@ -29,7 +32,15 @@ from numpy.typing import NDArray
 
 from benchmarks.support import harness
 from benchmarks.support.harness import Options, Result, Row
-from osdp.cluster.calibration.calibrate import cross_validation, fit, leave_out, relative_errors
+from osdp.cluster.calibration.calibrate import (
+    GROUPS,
+    cross_validation,
+    error_quantile,
+    fit,
+    held_out_errors,
+    leave_out,
+    relative_errors,
+)
 from osdp.cluster.calibration.measured_step import MeasuredStep, read_steps
 from osdp.cluster.calibration.step_model import Fitted, Setting, assumed_recompute
 from osdp.cluster.cost.rates import PUBLISHED
@@ -38,13 +49,13 @@ from osdp.cluster.hardware import Gpu, NetworkLink, NodeType
 Floats = NDArray[np.float64]
 
 #: The GPU is that of NVIDIA's A100 data sheet (2021). Inside a node an all-reduce over eight of them reaches
-#: 229 GB/s with 1 GiB and takes 92.8 us with 1 MiB, in 12 steps (vTrain's NCCL table). Between nodes 0.9 of
-#: what is installed are reached, after 20 us (calculon, systems/a100_80g.json).
+#: 229 GB/s with 1 GiB and takes 92.8 us with 1 MiB, 8.4 of them beside its 12 steps (vTrain's NCCL table).
+#: Between nodes 0.9 of what is installed are reached, after 20 us (calculon, systems/a100_80g.json).
 NODE = NodeType(
     name="8 x A100-80GB",
     gpu=Gpu("A100-80GB", 312e12, 81920 * 2**20, 2039e9, 108),
     devices=8,
-    inside=NetworkLink(229e9, 7e-6),
+    inside=NetworkLink(229e9, 6.4e-6),
     outside=NetworkLink(0.9 * 100e9, 2e-5),
 )
 SETTING = Setting(NODE)
@@ -108,6 +119,8 @@ def measure(options: Options) -> Result:
             row = error_row(name, errors) | {"kendall_tau": tau}
         rows[name] = row
         result.add(row)
+    covered = interval_rows(steps, setting)
+    result.add(*covered.values())
     fitted = fit(steps, setting)
     result.add(
         {
@@ -124,8 +137,46 @@ def measure(options: Options) -> Result:
         "median_cv": rows["cross_validation"]["median"],
         "kendall_tau": rows["cross_validation"]["kendall_tau"],
         **{name: rows[name]["mape"] for name in LEFT_OUT},
+        "interval_coverage": covered["degrees"]["coverage"],
+        "interval_half_width": covered["degrees"]["median_half_width"],
+        "interval_coverage_new_layers": covered["layer"]["coverage"],
+        "interval_half_width_new_layers": covered["layer"]["median_half_width"],
     }
     return result
+
+
+def interval_rows(steps: tuple[MeasuredStep, ...], setting: Setting) -> dict[str, Row]:
+    """Coverage and width of the intervals of steps whose group is left out, by kind of group."""
+    numbers, logs, deviations = {}, {}, {}
+    for name, group_of in GROUPS.items():
+        groups = [group_of(step) for step in steps]
+        distinct = list(dict.fromkeys(groups))
+        if len(distinct) < 2:
+            continue
+        number = np.array([distinct.index(group) for group in groups])
+        found, spread = np.empty(len(steps)), np.empty(len(steps))
+        for index in harness.progress(range(len(distinct)), len(distinct), f"{name} left out"):
+            held = number == index
+            found[held], spread[held] = held_out_errors(steps, setting, held)
+        numbers[name], logs[name], deviations[name] = number, found, spread
+    scores = {name: logs[name] / deviations[name] for name in numbers}
+    rows: dict[str, Row] = {}
+    for name in GROUPS:
+        row: Row = {"name": f"intervals, {name} left out", "groups": 1, "coverage": None}
+        rows[name] = row | {"median_half_width": None, "reason": "all steps are of one group"}
+        if name not in numbers:
+            continue
+        factors = np.empty(len(steps))
+        for index in range(numbers[name].max() + 1):
+            held = numbers[name] == index
+            others = np.concatenate([score[~held] for score in scores.values()])
+            factors[held] = error_quantile(others) * deviations[name][held]
+        rows[name] = row | {
+            "groups": int(numbers[name].max()) + 1,
+            "coverage": float(np.mean(np.abs(logs[name]) <= factors)),
+            "median_half_width": float(np.median(np.sinh(factors))),
+        }
+    return rows
 
 
 def _extrapolated(name: str, steps: tuple[MeasuredStep, ...], setting: Setting) -> Row:
@@ -150,6 +201,9 @@ def main(arguments: list[str] | None = None) -> int:
     shown = [row for row in result.rows if "steps" in row]
     cells = [[row[key] for key in ("name", "steps", "mape", "median", "p95", "bias")] for row in shown]
     harness.table("relative errors of modelled steps", columns, cells)
+    spreads = [row for row in result.rows if "coverage" in row]
+    keys = ["name", "groups", "coverage", "median_half_width"]
+    harness.table("90 % intervals", keys, [[row[key] for key in keys] for row in spreads])
     return harness.finish(result)
 
 

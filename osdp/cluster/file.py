@@ -15,7 +15,7 @@
         price: {per_hour: 10.5, date: 2026-01-31, source: our contract}   # optional: to plan by cost
     gpus:                    # optional: kinds that are not in the data file, or that replace one there
       # optional: best_tflops, that of its best measured matrix product, and attention_share, the part of
-      # tflops that FlashAttention reaches
+      # tflops that FlashAttention reaches, and link_share, the part of link that large all-reduces reach
       Mine: {tflops: 100, memory: 24 GiB, memory_bandwidth: 600 GB/s, link: 32 GB/s}
 """
 
@@ -43,15 +43,18 @@ from osdp.cluster.hardware import (
 from osdp.codec import DEEPEST, parse_json, quote, read_text
 from osdp.text import parse_bytes, parse_rate
 
-#: Fraction of the specified bandwidth that large collectives reach. Inside a node: an all-reduce of 1 GiB on
-#: 8 A100 took 8.19 ms, 229 of 300 GB/s (NCCL times published with vTrain, Bang et al., MICRO 2024). Between
-#: nodes: Calculon's systems with InfiniBand (Isaev et al., SC 2023).
+#: Fraction of the specified bandwidth that large collectives reach. Inside a node, where the GPU's data has
+#: no link_share of its own: an all-reduce of 1 GiB on 8 A100 took 8.19 ms, 229 of 300 GB/s (NCCL times
+#: published with vTrain, Bang et al., MICRO 2024). Between nodes: Calculon's systems with InfiniBand (Isaev
+#: et al., SC 2023); 86 of 100 GB/s were measured on two nodes (NVIDIA/nccl-tests issue 175, 2023-10-29), but
+#: 30 of 50 on four with AWS's EFA (NVIDIA/nccl issue 527, 2022-07-25): give ``network:`` as it is reached there.
 LINK_SHARE, NETWORK_SHARE = 0.76, 0.9
 
 #: Seconds per step of a collective in addition to its bytes. Inside a node: the 92.8 us of 1 MiB on 8 A100 in
-#: the same data are 14 steps and 8 us of bytes. Between nodes: NCCL's own estimate of a ring step over the
-#: network (src/graph/tuning.cc, hwLatencies of NET, ring, Simple).
-STEP_LATENCY, NETWORK_LATENCY = 6e-6, 14e-6
+#: the same data are the 8.4 us of any all-reduce (osdp.cluster.cost.rates), 12 steps and 8 us of bytes.
+#: Between nodes: NCCL's own estimate of a ring step over the network (src/graph/tuning.cc, hwLatencies of
+#: NET, ring, Simple).
+STEP_LATENCY, NETWORK_LATENCY = 6.4e-6, 14e-6
 
 #: Maximum size of a cluster file in bytes; one entry can describe a thousand nodes.
 _LARGEST = 2**20
@@ -81,6 +84,7 @@ _GPU_FIELDS = (
     "bfloat16",
     "link",
     "link_kind",
+    "link_share",
     "source",
 )
 _PRICE_FIELDS = ("per_hour", "date", "source")
@@ -248,7 +252,8 @@ def _group(node: _Place, gpus: Mapping[str, _Place]) -> NodeGroup:
     if "link" in fields:
         link = node.at("link").rate()
     elif "link" in spec.value:
-        link = spec.at("link").rate() * LINK_SHARE
+        share = spec.at("link_share").number() if "link_share" in spec.value else LINK_SHARE
+        link = spec.at("link").rate() * share
     elif devices == 1:
         link = gpu.memory_bandwidth
     else:

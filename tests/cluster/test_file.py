@@ -173,6 +173,17 @@ def test_a_gpu_reaches_the_share_of_its_best_measured_product() -> None:
         replace(h100, best_share=0.0)
 
 
+def test_links_reach_the_share_that_was_measured_on_their_kind() -> None:
+    """Eight RTX 3090 without NVLink all-reduced 5 GB/s, where A100's share of a link gave 24."""
+    names = ("A100", "H100", "V100", "RTX3090", "L4")
+    fields = {name: {"gpu": name, "count": 1, "devices": 8, "network": "100 Gbit/s"} for name in names}
+    reached = {name: node_of(fields[name], "test").inside.bandwidth / 1e9 for name in names}
+    assert reached == pytest.approx(
+        {"A100": 0.76 * 300, "H100": 0.82 * 450, "V100": 135, "RTX3090": 5.04, "L4": 0.5 * 31.5}
+    )
+    assert all("link_share:" in spec["source"] for spec in known_gpus().values() if "link_share" in spec)
+
+
 def test_flash_attention_reaches_less_of_a_gpu_than_other_products() -> None:
     h100 = make_gpu("H100", known_gpus()["H100"])
     work = layer_work(replace(shape_of("gpt2"), sequence=2**17), Item.LAYER, 1, 1)

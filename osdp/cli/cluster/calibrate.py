@@ -61,11 +61,16 @@ def _report(found: Calibration, setting: Setting) -> str:
     rows: list[tuple[str, str, str]] = [("coefficient", "published", "fitted")]
     notes = []
     for field in fields(PUBLISHED):
-        if field.name != "corrections":
+        if field.name not in ("corrections", "error_quantile"):
             before, after = (
                 _text(field.name, getattr(each, field.name)) for each in (PUBLISHED, found.rates)
             )
             rows.append((field.name, before, after))
+            if field.name.endswith("_share") and getattr(found.rates, field.name) > 1:
+                notes.append(
+                    f"the fitted {field.name} is {after}, more than is specified: something assumed of these "
+                    f"steps is wrong, such as recomputation ({setting.recompute}) or attention"
+                )
     links = {"link": (setting.node.inside, found.inside), "network": (setting.node.outside, found.outside)}
     for kind, (specified, fitted) in links.items():
         if fitted is not None:
@@ -81,7 +86,7 @@ def _report(found: Calibration, setting: Setting) -> str:
         f"{setting.recompute}, {attention}; {found.folds}-fold cross-validation: mean error "
         f"{found.mean_error:.1%}, median {found.median_error:.1%}"
     )
-    return "\n".join([align(rows, right=(1, 2)), *notes, wrapped(told)])
+    return "\n".join([align(rows, right=(1, 2)), *map(wrapped, notes), wrapped(told)])
 
 
 def _text(name: str, value: float) -> str:

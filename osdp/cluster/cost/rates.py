@@ -41,8 +41,8 @@ class Efficiencies:
         memory_share: Share of the specified memory bandwidth reached by everything else.
         call_seconds: Host seconds per operator call of a forward; its backward takes as long again.
         blend: 1/p as above, from 0 to 1.
-        sum_seconds: Seconds of each tensor-parallel all-reduce in addition to the link's latency: ranks wait
-            for the slowest one.
+        sum_seconds: Seconds of each tensor-parallel all-reduce in addition to the link's latency: its launch,
+            and ranks that wait for the slowest one.
         step_seconds: Fixed seconds per step: data loading, training loop, gradient scaler.
         corrections: Residuals of measured layers.
         error_quantile: 90 % quantile of the errors of steps that were held out, in standard deviations
@@ -91,11 +91,14 @@ _SUSTAINED = 0.91
 #:   systems/a100_80g.json, SC 2023).
 #: - Calls: a layer's forward of GPT-2 XL with one sample on four A100, far from filling them, took 1.453 ms
 #:   in Megatron-LM (FASOP's profile, HPDC 2024), for 18 operators.
+#: - All-reduces: NCCL's own estimate of what each takes beside its steps (src/graph/tuning.cc, baseLat of
+#:   ring and Simple, 8.4 us, read 2026-11); two A100 would be done with 1 MiB in 17 us otherwise.
 PUBLISHED = Efficiencies(
     matrix_share=_SUSTAINED * 267.9 / 312,
     unaligned_share=0.31 / (0.31 + 0.25),
     memory_share=_SUSTAINED * 0.75,
     call_seconds=1.453e-3 / 18,
+    sum_seconds=8.4e-6,
 )
 
 

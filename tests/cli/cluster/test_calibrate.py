@@ -1,6 +1,7 @@
 """``osdp cluster calibrate``, and ``estimate`` with what it found."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,14 @@ def test_steps_are_fitted_and_priced_with(tmp_path: Path, cluster: Path, capsys)
     # The steps were made with slower hosts.
     assert found.rates.call_seconds == pytest.approx(TRUE.call_seconds, rel=0.1)
     assert estimated(cluster, capsys, "--calibration", out) > 1.2 * estimated(cluster, capsys)
+
+
+def test_a_share_that_cannot_be_is_warned_of(tmp_path: Path, cluster: Path, capsys) -> None:
+    """Steps without recomputation, taken for ones with it, need matrix units faster than specified."""
+    data = write_csv(tmp_path / "steps.csv", timed(grid(), replace(TRUE, matrix_share=1.7))[::2])
+    run("calibrate", "--data", data, "--cluster", cluster, "--out", tmp_path / "calibration.json")
+    printed = capsys.readouterr().out
+    assert "more than is specified" in printed and "the fitted matrix_share" in printed
 
 
 def test_what_is_wrong_with_the_files_is_said(tmp_path: Path, cluster: Path) -> None:

@@ -208,8 +208,10 @@ def test_the_benchmark_writes_its_summary(steps: tuple[MeasuredStep, ...], tmp_p
     found = codec.json.loads((tmp_path / "found.json").read_text())
     assert set(found["summary"]) == {
         "mape_zero_shot", "mape_cv", "median_cv", "kendall_tau", "leave_out_gpus", "leave_out_hidden",
-        "leave_out_microbatch",
+        "leave_out_microbatch", "interval_coverage", "interval_half_width", "interval_coverage_new_layers",
+        "interval_half_width_new_layers",
     }  # fmt: skip
+    assert 0.7 < found["summary"]["interval_coverage"] <= 1 and found["summary"]["interval_half_width"] < 0.1
     assert found["summary"]["mape_cv"] < 0.05 < found["summary"]["mape_zero_shot"]
     with pytest.raises(SystemExit, match="No such file"):
         planner_accuracy.main(["--data", str(tmp_path / "none.csv")])
