@@ -80,6 +80,14 @@ class Predicted:
         return self.plan.step_seconds / seconds - 1 if self.ran and seconds else None
 
     @property
+    def within(self) -> bool | None:
+        """Whether the measured seconds lie in the interval of the predicted ones."""
+        if self.time_error is None or self.case.seconds is None:
+            return None
+        low, high = self.plan.step_interval
+        return low <= self.case.seconds <= high
+
+    @property
     def memory_ratio(self) -> float | None:
         """Predicted over measured peak."""
         memory = self.case.memory
@@ -163,6 +171,7 @@ def half_row(name: str, half: list[Predicted]) -> Row:
     """The errors of one half together."""
     errors = [each.time_error for each in half if each.time_error is not None]
     ratios = [each.memory_ratio for each in half if each.memory_ratio is not None]
+    within = [each.within for each in half if each.within is not None]
     return {
         "name": name,
         "steps": len(errors),
@@ -170,6 +179,7 @@ def half_row(name: str, half: list[Predicted]) -> Row:
         "median_bias": median(errors) if errors else None,
         "worst_error": max(map(abs, errors)) if errors else None,
         "median_memory_ratio": median(ratios) if ratios else None,
+        "interval_coverage": sum(within) / len(within) if within else None,
         "feasible_called_infeasible": _called_infeasible(half),
         "infeasible_called_feasible": _called_feasible(half),
     }
@@ -206,7 +216,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Predict, print and return the exit status."""
     result = measure(harness.parse_options("published_layouts", __doc__, arguments))
     halves = [row for row in result.rows if "median_error" in row]
-    keys = ["steps", "median_error", "median_bias", "worst_error", "median_memory_ratio"]
+    keys = ["steps", "median_error", "median_bias", "worst_error", "interval_coverage", "median_memory_ratio"]
     keys += ["feasible_called_infeasible", "infeasible_called_feasible"]
     harness.table(
         "published trainings", ["half", *keys], [[r["name"], *(r[k] for k in keys)] for r in halves]

@@ -47,7 +47,7 @@ from osdp.text import parse_bytes, parse_rate
 #: no link_share of its own: an all-reduce of 1 GiB on 8 A100 took 8.19 ms, 229 of 300 GB/s (NCCL times
 #: published with vTrain, Bang et al., MICRO 2024). Between nodes: Calculon's systems with InfiniBand (Isaev
 #: et al., SC 2023); 86 of 100 GB/s were measured on two nodes (NVIDIA/nccl-tests issue 175, 2023-10-29), but
-#: 30 of 50 on four with AWS's EFA (NVIDIA/nccl issue 527, 2022-07-25): give ``network:`` as it is reached there.
+#: 30 of 50 on four with AWS's EFA (NVIDIA/nccl issue 527, 2022-07-25): give ``network:`` as it is reached.
 LINK_SHARE, NETWORK_SHARE = 0.76, 0.9
 
 #: Seconds per step of a collective in addition to its bytes. Inside a node: the 92.8 us of 1 MiB on 8 A100 in

@@ -11,12 +11,9 @@ from osdp.cluster.calibration.calibrate import Calibration, calibrate
 from osdp.cluster.calibration.measured_step import read_steps
 from osdp.cluster.calibration.step_model import Setting, assumed_recompute
 from osdp.cluster.cost.rates import PUBLISHED
-from osdp.cluster.file import LINK_SHARE, NETWORK_SHARE, load_cluster
+from osdp.cluster.file import LINK_SHARE, NETWORK_SHARE, known_gpus, load_cluster
 from osdp.cluster.plan import RecomputeLayers
 from osdp.text import align, format_seconds, wrapped
-
-#: Fraction of the specified bandwidth that collectives are assumed to reach in a cluster file.
-SPECIFIED_SHARE = {"link": LINK_SHARE, "network": NETWORK_SHARE}
 
 
 def calibrate_steps(
@@ -72,13 +69,15 @@ def _report(found: Calibration, setting: Setting) -> str:
                     f"steps is wrong, such as recomputation ({setting.recompute}) or attention"
                 )
     links = {"link": (setting.node.inside, found.inside), "network": (setting.node.outside, found.outside)}
+    own = known_gpus().get(setting.node.gpu.name, {}).get("link_share", LINK_SHARE)
+    shares = {"link": own, "network": NETWORK_SHARE}
     for kind, (specified, fitted) in links.items():
         if fitted is not None:
             rows += [
                 (f"{kind} {name}", _text(name, getattr(specified, name)), _text(name, getattr(fitted, name)))
                 for name in ("bandwidth", "latency")
             ]
-            if fitted.bandwidth > specified.bandwidth / SPECIFIED_SHARE[kind]:
+            if fitted.bandwidth > specified.bandwidth / shares[kind]:
                 notes.append(f"the fitted {kind} is faster than specified: these steps hardly determine it")
     attention = "FlashAttention" if found.flash else "attention that stores its scores"
     told = (

@@ -134,10 +134,13 @@ def ties_text(plans: Sequence[ClusterPlan]) -> str:
     tied, measured = ties(plans), worth_measuring(plans)
     if not measured:
         return ""
+    # A calibration is of one kind of node.
+    taken = (
+        ", and osdp cluster calibrate takes what they measure" if len(plans[0].slots[0].nodes) == 1 else ""
+    )
     return wrapped(
         f"rows {_rows_text(tied)} cannot be told apart: their times differ by less than the errors of their "
-        f"predictions; ten minutes of rows {_rows_text(measured)} each would decide, and osdp cluster "
-        "calibrate takes what they measure"
+        f"predictions; ten minutes of rows {_rows_text(measured)} each would decide{taken}"
     )
 
 
