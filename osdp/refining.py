@@ -179,6 +179,8 @@ class Refiner:
         self._forwards += 1
         found = self._model._optimizer_check.optimizers
         if found:
+            # The first step is what has made them known.
+            self._steps = 1
             self._follow(found)
         elif self._forwards == _PATIENCE and is_first():
             logger.warning(
