@@ -52,8 +52,8 @@ CASE_NAMES = ("gpt2-deep", "gpt2-wide", "llama-32k", "bert-128", "mlp-table")
 QUICK_CASES = ("gpt2-small",)
 #: The part of the way from the all-sharded to the all-replicated peak that a limit allows.
 FRACTION = 0.5
-#: Steps of a start, more than twice those in which refining ends.
-STEPS = 60
+#: Steps of a start; refining ends within 30.
+STEPS = 44
 #: Rounds of a comparison, and steps of a turn.
 ROUNDS, QUICK_ROUNDS, REPEATS = 24, 6, 2
 #: The loss is compared after so many steps, later than the last switch.

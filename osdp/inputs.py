@@ -46,11 +46,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-#: Upper end of what activations and workspace of segments really take, beside what is traced on fake tensors:
-#: plans that begin from an estimate are made with it. Under three uniform plans each of ten models, a ConvNeXt
-#: took up to 1.9 times as much (workspace of oneDNN's depthwise convolutions), the others 0.95 to 1.1 (2-core
-#: x86-64 CPU, torch 2.13, 2026-11: the factor of :func:`osdp.refine.segment_times.with_more_activations` at
-#: which the estimated peak of a plan is the one of a measured profile).
+#: Upper end of what activations and workspace of segments really take, as a multiple of what is traced on
+#: fake tensors; plans that begin from an estimate are made with it. Peaks of uniform plans with measured
+#: profiles were at most those with estimated ones for six of ten models; the others needed this factor to be
+#: 1.0, 1.05 (ResNet), 1.1 (UNet) and 1.9 (ConvNeXt: workspace of oneDNN's depthwise convolutions). 2-core
+#: x86-64 CPU, torch 2.13, 2026-11; compare :func:`osdp.make_plan` with a profile of either kind.
 UPPER_END = 2.0
 
 #: Microbatches for each rank of a pipeline, where nobody asked for a number.
