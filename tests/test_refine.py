@@ -282,6 +282,25 @@ def test_a_training_begins_from_an_estimate_and_is_refined(tmp_path: Any) -> Non
     assert not list(tmp_path.iterdir())  # an estimate is not kept as if it had been measured
 
 
+def starts_that_are_refused() -> list[str]:
+    said = []
+    for options in ({"start": "guessed"}, {"group_sizes": (2,)}, {"pp": 2}):
+        with pytest.raises(ValueError) as caught:
+            OSDP(
+                net(), batch_of(0, PLANNED), "1GiB", loss_fn=loss_of,
+                **{"start": "estimated", "cache_dir": None, **options},
+            )  # fmt: skip
+        said.append(" ".join(str(caught.value).split()))
+    return said
+
+
+def test_starts_that_make_no_sense_are_refused() -> None:
+    for lines in run(2, starts_that_are_refused):
+        assert "'measured' or 'estimated', not 'guessed'" in lines[0]
+        assert "group_sizes= would mean nothing" in lines[1]
+        assert "plans with stages or tensor parallelism cannot be" in lines[2]
+
+
 class Unknown:
     """No optimizer of torch."""
 
