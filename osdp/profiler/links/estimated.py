@@ -16,7 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from osdp.allocator import keep_freed_memory
 from osdp.comm.objects import broadcast_object
 from osdp.hardware.device_info import DeviceInfo, Link
-from osdp.profiler.links.detect import fit, resolve_shape, resolve_where, with_memory, world_mesh
+from osdp.profiler.links.detect import resolve_shape, resolve_where, with_memory, world_mesh
+from osdp.profiler.links.fitting import fit
 from osdp.profiler.links.machine import (
     available_memory,
     device_kind,
