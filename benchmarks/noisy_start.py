@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,7 +29,8 @@ from osdp import DeviceInfo, Plan, Training, codec
 from osdp.hardware.profile import Profile
 
 WORLD_SIZE = 2
-TRAINING = Training(local_batch=4)
+SAMPLES = 4
+TRAINING = Training(local_batch=SAMPLES)
 FRACTIONS = (0.3, 0.7)
 LOSS_TOLERANCE = 1e-3
 #: Processes that compute beside the ranks in a noisy start.
@@ -48,7 +50,9 @@ def busy_machine(processes: int) -> Iterator[None]:
                 process.wait()
 
 
-def start(rank: int, world_size: int, *, case: str, limits: list[int]) -> dict[str, Any]:
+def start(
+    rank: int, world_size: int, *, case: str, limits: list[int], samples: int = SAMPLES
+) -> dict[str, Any]:
     """Worker: what a user's start measures, and the plan for every limit.
 
     Args:
@@ -56,9 +60,11 @@ def start(rank: int, world_size: int, *, case: str, limits: list[int]) -> dict[s
         world_size: Number of ranks.
         case: The model.
         limits: Memory limits; those of :data:`FRACTIONS` between the peaks of the uniform plans if empty.
+        samples: Samples of a rank.
     """
     del rank, world_size
-    setting = make_setting_together(CASES[case], TRAINING, live_mesh())
+    training = replace(TRAINING, local_batch=samples)
+    setting = make_setting_together(CASES[case], training, live_mesh())
     device = DeviceInfo.detect("1TiB", cache_dir=None)
     if not limits:
         low, high = (

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 from torch import nn
 
 from osdp.comm.objects import on_first_rank
+from osdp.errors import InfeasibleError
 from osdp.hardware.device_info import DeviceInfo
 from osdp.inputs import (
     choosable_local_batches,
@@ -25,6 +26,7 @@ from osdp.integrations.fairscale import allowed_to_run
 from osdp.model.description import ModelDesc
 from osdp.model.training import Training
 from osdp.options import (
+    MEASURED,
     PlanOptions,
     allowed_modes,
     check_together,
@@ -90,7 +92,14 @@ def make_plan(
     dims, mesh = resolve_mesh(model, mesh, chosen)
     check_together(chosen, dims)
     if dims is None:
-        return _data_parallel_plan(model, model_desc, device_info, training, mesh, loss_fn, chosen)
+        try:
+            return _data_parallel_plan(model, model_desc, device_info, training, mesh, loss_fn, chosen)
+        except InfeasibleError:
+            if chosen["start"] == MEASURED:
+                raise
+            # Raised on all ranks. What nothing fits into by its upper end may do when it is measured.
+            measured: PlanOptions = {**chosen, "start": MEASURED}
+            return _data_parallel_plan(model, model_desc, device_info, training, mesh, loss_fn, measured)
     check_model_parallel_options(find_unused_parameters=True, double_backward=chosen["double_backward"])
     assert model is not None  # resolve_mesh raises without a model
     return _model_parallel_plan(model, model_desc, device_info, training, dims, mesh, loss_fn, chosen)
@@ -110,7 +119,7 @@ def _data_parallel_plan(
     description, sample = resolve_description(model, model_desc, loss_fn, chosen["auto_wrap_policy"])
     training = resolve_training(training, description, chosen)
     group = mesh.get_group() if mesh is not None else None
-    cache = MeasurementCache(chosen["cache_dir"], group)
+    cache = MeasurementCache(chosen["cache_dir"], group, measures=chosen["start"] == MEASURED)
     device = resolve_device(device_info, mesh, chosen["group_sizes"], cache)
     if chosen["dp"] not in (None, device.world_size):
         raise ValueError(

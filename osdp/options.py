@@ -26,6 +26,9 @@ from osdp.plan.search_options import SLICES, SearchOptions
 from osdp.plan.sharding import Mode
 from osdp.profiler.cache import DEFAULT_CACHE_DIR
 
+#: Values of ``start=``.
+MEASURED, ESTIMATED = "measured", "estimated"
+
 Documented = TypeVar("Documented", bound=Callable[..., Any])
 
 
@@ -81,6 +84,9 @@ class PlanOptions(TypedDict, total=False):
             gradient penalties; everything is then replicated, and nothing sliced or recomputed.
         cache_dir: Folder in which measurements of the last 30 days are looked up and kept, by default in the
             user's cache folder (:data:`osdp.profiler.cache.DEFAULT_CACHE_DIR`); ``None`` measures anew.
+        start: ``"measured"``: links and layers are measured before the first step, which takes seconds to a
+            minute. ``"estimated"``: what is not in the cache is estimated within a second or two, memory by
+            its upper end, and the plan is refined while it trains; on CPUs and without stages.
     """
 
     profile: Annotated[Profile | Sequence[Profile] | None, Option()]
@@ -105,6 +111,7 @@ class PlanOptions(TypedDict, total=False):
     reduce_dtype: Annotated[str | torch.dtype | None, Option()]
     double_backward: Annotated[bool, Option(False, planning=False)]
     cache_dir: Annotated[str | Path | None, Option(DEFAULT_CACHE_DIR, planning=False)]
+    start: Annotated[str, Option(MEASURED)]
 
 
 def declared() -> dict[str, Option]:
@@ -168,6 +175,18 @@ def check_together(options: PlanOptions, dims: ParallelDims | None) -> None:
         raise ValueError("schedule= orders the stages of a pipeline, of which there is one: pass pp=, too")
     if options["sequence_parallel"] and (dims is None or dims.tp == 1):
         raise ValueError("sequence_parallel shares a sequence among tensor-parallel ranks: pass tp=, too")
+    if options["start"] not in (MEASURED, ESTIMATED):
+        raise ValueError(f"start= is {MEASURED!r} or {ESTIMATED!r}, not {options['start']!r}")
+    if options["start"] == ESTIMATED and dims is not None:
+        raise ValueError(
+            f"start={ESTIMATED!r} is refined while it trains, which plans with stages or tensor parallelism "
+            "cannot be: leave it out"
+        )
+    if options["start"] == ESTIMATED and options["group_sizes"] is not None:
+        raise ValueError(
+            f"start={ESTIMATED!r} looks at links among all ranks alone, so that group_sizes= would mean "
+            "nothing: leave one of them out"
+        )
 
 
 def schedule_of(options: PlanOptions) -> str | None:

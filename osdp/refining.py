@@ -9,7 +9,7 @@ All ranks do the same at the same step. A plan that turns out slower than the on
 
 import logging
 from collections.abc import Sequence
-from statistics import fmean, median
+from statistics import fmean, median, mode
 from typing import Protocol
 
 import torch
@@ -138,7 +138,9 @@ class Refiner:
     def __init__(self, model: Refinable, optimizers: Sequence[Optimizer], steps: int, *, keeps: bool) -> None:
         self.result: Refinement | None = None
         self._model, self._optimizers, self._steps_left, self._keeps = model, optimizers, steps, keeps
-        self._first_plan, self._thought = model.plan, basis_of(model.plan)
+        #: The plan that it knows the model to run under.
+        self._plan = self._first_plan = model.plan
+        self._thought = basis_of(model.plan)
         self._basis, self._known = self._thought, frozenset[LinkKey]()
         self._recorder: StepRecorder | None = None
         self._steps = self._steps_at_start = self._switches = self._round = 0
@@ -161,6 +163,10 @@ class Refiner:
         """Go on at the beginning of a step; called before every forward."""
         if self.result is not None or not torch.is_grad_enabled():
             return
+        if self._model.plan is not self._plan:
+            self._begin_again()
+            if self.result is not None:
+                return
         if not self._optimizers:
             self._look_for_optimizers()
             return
@@ -174,11 +180,34 @@ class Refiner:
             recorded, self._recorder = self._recorder.steps, None
             self._decide(recorded)
 
+    def pause(self) -> None:
+        """Record no more of the plan that runs: it is left, or somebody else refines it."""
+        if self._recorder is not None:
+            self._recorder.close()
+            self._recorder = None
+
+    def stop(self) -> None:
+        """Do nothing any more."""
+        self.pause()
+        if self._counter is not None:
+            self._counter.remove()
+
+    def _begin_again(self) -> None:
+        """Go on from the plan that somebody has switched to by hand, which is kept as one that was given."""
+        self._plan, self._keeps, self._steps_at_start, self._round = self._model.plan, True, self._steps, 0
+        self._measured.clear()
+        try:
+            self._basis, self._known = basis_of(self._plan), frozenset()
+        except ValueError as error:
+            self._end(self._seconds_before, f"the model was switched by hand, and is not timed: {error}")
+
     def _look_for_optimizers(self) -> None:
         """Follow those that have stepped; say so once if none does."""
         self._forwards += 1
         found = self._model._optimizer_check.optimizers
         if found:
+            # The first step is what has made them known.
+            self._steps = 1
             self._follow(found)
         elif self._forwards == _PATIENCE and is_first():
             logger.warning(
@@ -227,12 +256,12 @@ class Refiner:
 
     def _switch(self, plan: Plan) -> None:
         self._model.switch(plan, self._optimizers)
+        self._plan = self._model.plan
         self._switches += 1
         self._steps_at_start = self._steps
 
     def _end(self, seconds: float, reason: str) -> None:
-        if self._counter is not None:
-            self._counter.remove()
+        self.stop()
         self.result = Refinement(
             before=self._first_plan,
             after=self._model.plan,
@@ -267,7 +296,8 @@ def combined(everyone: Sequence[Sequence[RecordedStep]], plan: Plan, profile: Pr
     )
     return StepMeasurement(
         local_batch=max(step.samples for step in slowest) or profile.local_batch,
-        microbatches=max(step.microbatches for step in slowest),
+        # Of most steps: one whose backward failed, and that was repeated, has a forward more.
+        microbatches=mode(step.microbatches for step in slowest),
         stretches=stretches,
         collectives=_collectives(everyone, plan),
         backward_seconds=median(step.backward_seconds for step in slowest),

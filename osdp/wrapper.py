@@ -19,7 +19,7 @@ from osdp.integrations.fsdp_arguments import FSDPArguments
 from osdp.model.description import ModelDesc
 from osdp.model.training import Training
 from osdp.nn.embeddings import check_embeddings
-from osdp.options import PlanOptions, check_known, complete, lists_options
+from osdp.options import ESTIMATED, PlanOptions, check_known, complete, lists_options
 from osdp.plan.measured import MemoryReport
 from osdp.plan.plan import Plan
 from osdp.refine.refinement import Refinement
@@ -55,7 +55,8 @@ class OSDPOptions(PlanOptions, FSDPArguments, total=False):
     """Options of planning, and the arguments of FSDP.
 
     Attributes:
-        refine: Whether to refine the plan while it trains: :meth:`OSDP.refine` with the optimizers that step.
+        refine: Whether to refine the plan while it trains: :meth:`OSDP.refine` with the optimizers that step;
+            by default with ``start="estimated"`` alone.
     """
 
     refine: bool
@@ -140,7 +141,7 @@ class OSDP(Stepped, Wrapped, PlannedModule, nn.Module):
         **options: Unpack[OSDPOptions],
     ) -> None:
         super().__init__()
-        refine = options.pop("refine", False)
+        refine = options.pop("refine", options.get("start") == ESTIMATED)
         check_known(options, OSDP, fsdp_arguments.names())
         here, computation = fsdp_arguments.translated(options)
         asked_for = here.pop("mesh", None)
@@ -307,6 +308,8 @@ class OSDP(Stepped, Wrapped, PlannedModule, nn.Module):
         check_switch(self._applied.sharded, plan, optimizers, stepped)
         for each in optimizers:
             self._optimizer_check.exchange_in(each)
+        if self._refiner is not None:
+            self._refiner.pause()
         taken = TakenApart(self._applied.sharded, optimizers, self._optimizer_check.close())
         # They refer to what the last plan stored, which is to be freed meanwhile.
         for name in ("_applied", "_steps", "_optimizer_check", "_measured"):
@@ -345,6 +348,8 @@ class OSDP(Stepped, Wrapped, PlannedModule, nn.Module):
             if isinstance(each, Optimizer):
                 self._optimizer_check.exchange_in(each)
         check_refine(self, found, self._optimizer_check.optimizers, steps)
+        if self._refiner is not None:
+            self._refiner.stop()
         self.__dict__["_refiner"] = Refiner(self, found, steps, keeps=self._plan_was_given)
 
     @property

@@ -102,6 +102,7 @@ def test_defaults_are_the_same_for_all_and_say_nothing_where_they_do_not_matter(
         "offload": True,
         "double_backward": False,
         "cache_dir": "default",
+        "start": "measured",
     }
     for taker in TAKERS:
         assert complete({}, taker) == defaults()

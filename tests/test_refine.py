@@ -149,6 +149,158 @@ def test_a_plan_that_was_given_is_kept() -> None:
         assert reason.startswith("the plan was given, and is kept: the plan that runs needs more memory")
 
 
+def switched_by_hand_while_it_refines(recorded: int, by_hand: bool) -> str:
+    """After ``recorded`` steps that are recorded it goes on under another plan."""
+    desc, device, profile = planned()
+    model = OSDP(net(), desc, device, training=TRAINING, profile=profile, loss_fn=loss_of)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model.refine(optimizer)
+    other = make_plan(None, desc, device, training=TRAINING, profile=profile, strategy="FULL_SHARD")
+    if by_hand:
+        other = replace(other, basis=None)
+    losses = []
+    for index in range(30):
+        if index == SETTLING + recorded:
+            model.switch(other, optimizer)
+        losses.append(step_on(model, optimizer, index, PLANNED))
+    assert model.plan == other
+    reference = net()
+    stepped = torch.optim.AdamW(reference.parameters(), lr=1e-3)
+    for index, loss in enumerate(losses):
+        stepped.zero_grad()
+        for each in range(dist.get_world_size()):
+            own = loss_of(reference(batch_of(10 * index + each, PLANNED)))
+            (own / dist.get_world_size()).backward()
+            if each == dist.get_rank():
+                assert abs(own.item() - loss) < 1e-9
+        stepped.step()
+    assert model.refinement is not None and model.refinement.switches == 0
+    return model.refinement.reason
+
+
+@pytest.mark.parametrize("recorded", [0, 2, RECORDED])
+def test_a_switch_by_hand_is_kept_and_measured_from_what_its_own_plan_was_made_of(recorded: int) -> None:
+    """The refiner corrected the figures of the plan before, and could leave the plan that was asked for."""
+    first, second = run(2, switched_by_hand_while_it_refines, recorded, False)
+    assert first == second and ("the plan was given" in first or "told apart" in first or "save" in first)
+
+
+def test_a_switch_to_a_plan_without_figures_ends_the_refinement() -> None:
+    for reason in run(2, switched_by_hand_while_it_refines, 1, True):
+        assert reason.startswith("the model was switched by hand, and is not timed")
+
+
+class Stumbles(nn.Module):
+    """Fails in the backward of one step, on all ranks."""
+
+    fails = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.fails:
+            x.register_hook(self._fail)
+        return x * 1.0
+
+    def _fail(self, gradient: torch.Tensor) -> None:
+        raise FloatingPointError("on purpose")
+
+
+def habits_while_it_refines() -> None:
+    """Two microbatches, evaluation, schedulers, averages and two optimizers, and a step that fails."""
+
+    def build() -> nn.Sequential:
+        return nn.Sequential(*net(), Stumbles())
+
+    desc = ModelDesc.from_module(build(), batch_of(0, PLANNED), loss_fn=loss_of)
+    training = Training(optimizer="AdamW", local_batch=PLANNED, microbatches=2)
+    device = known_device()
+    profile = estimate(desc, device, training)
+    model = OSDP(build(), desc, device, training=training, profile=profile, loss_fn=loss_of, refine=True)
+    reference = build()
+
+    def optimizers(of: nn.Module) -> list[torch.optim.Optimizer]:
+        first, second = [], []
+        for name, parameter in of.named_parameters():
+            (first if name.startswith(("0", "2")) else second).append(parameter)
+        return [torch.optim.AdamW(first, lr=1e-3), torch.optim.AdamW(second, lr=2e-3)]
+
+    mine, theirs = optimizers(model), optimizers(reference)
+    pairs = [
+        (ours, torch.optim.lr_scheduler.StepLR(ours[0], step_size=5, gamma=0.5)) for ours in (mine, theirs)
+    ]
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for index in range(30):
+        if index == SETTLING + 2:
+            model.module[-1].fails = True
+            with pytest.raises(FloatingPointError):
+                loss_of(model(batch_of(999, PLANNED))).backward()
+            model.module[-1].fails = False
+        for each in (*mine, *theirs):
+            each.zero_grad()
+        for part in range(2):
+            loss = loss_of(model(batch_of(100 * index + 10 * part + rank, PLANNED)))
+            (loss / 2).backward()
+            for other in range(world):
+                own = loss_of(reference(batch_of(100 * index + 10 * part + other, PLANNED)))
+                (own / 2 / world).backward()
+                if other == rank:
+                    assert abs(own.item() - loss.item()) < 1e-9
+        for ours, scheduler in pairs:
+            for optimizer in ours:
+                optimizer.step()
+            scheduler.step()
+        with torch.no_grad():
+            model.eval()
+            model(batch_of(5, PLANNED + 3))
+            model.train()
+    found = model.refinement
+    assert found is not None and found.after.training.microbatches == 2
+    for name, parameter in model.named_parameters():
+        assert difference(whole(parameter), reference.get_parameter(name)) < 1e-9, name
+
+
+def test_habits_around_steps_do_not_disturb_a_refinement() -> None:
+    """A step that failed and was repeated looked like one more microbatch, and the plan was made for that."""
+    run(2, habits_while_it_refines)
+
+
+def starts_from_an_estimate(folder: str) -> tuple[str, int]:
+    model = OSDP(
+        net(), batch_of(0, PLANNED), "1GiB", loss_fn=loss_of, training=TRAINING, start="estimated",
+        cache_dir=folder,
+    )  # fmt: skip
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    first = model.plan
+    for index in range(36):
+        step_on(model, optimizer, index, PLANNED)
+    assert model.refinement is not None and model.refinement.before == first
+    return str(first.predicted.step_seconds), model.refinement.switches
+
+
+def test_a_training_begins_from_an_estimate_and_is_refined(tmp_path: Any) -> None:
+    first, second = run(2, starts_from_an_estimate, str(tmp_path))
+    assert first == second
+    assert not list(tmp_path.iterdir())  # an estimate is not kept as if it had been measured
+
+
+def starts_that_are_refused() -> list[str]:
+    said = []
+    for options in ({"start": "guessed"}, {"group_sizes": (2,)}, {"pp": 2}):
+        with pytest.raises(ValueError) as caught:
+            OSDP(
+                net(), batch_of(0, PLANNED), "1GiB", loss_fn=loss_of,
+                **{"start": "estimated", "cache_dir": None, **options},
+            )  # fmt: skip
+        said.append(" ".join(str(caught.value).split()))
+    return said
+
+
+def test_starts_that_make_no_sense_are_refused() -> None:
+    for lines in run(2, starts_that_are_refused):
+        assert "'measured' or 'estimated', not 'guessed'" in lines[0]
+        assert "group_sizes= would mean nothing" in lines[1]
+        assert "plans with stages or tensor parallelism cannot be" in lines[2]
+
+
 class Unknown:
     """No optimizer of torch."""
 

@@ -52,6 +52,10 @@ class _Entry(Generic[T]):
     value: T
 
 
+class NotCachedError(LookupError):
+    """Raised, on all ranks alike, when what is not to be measured now is not kept either."""
+
+
 class MeasurementCache:
     """Measurements of one folder, read and kept by the first of several ranks for all of them.
 
@@ -60,10 +64,13 @@ class MeasurementCache:
             same on every rank.
         group: The ranks, which ask for the same measurements in the same order; all ranks, or without a
             process group this process alone, if ``None``.
+        measures: Whether to measure what is not kept.
     """
 
-    def __init__(self, cache_dir: str | Path | None, group: dist.ProcessGroup | None = None) -> None:
-        self._cache_dir = cache_dir
+    def __init__(
+        self, cache_dir: str | Path | None, group: dist.ProcessGroup | None = None, *, measures: bool = True
+    ) -> None:
+        self._cache_dir, self._measures = cache_dir, measures
         self._group = group
         self._read: list[_Entry[Any]] = []
 
@@ -91,19 +98,27 @@ class MeasurementCache:
             facts: All that it depends on; those of the first rank count.
             measure: Measures it.
             lifetime: How long a value stays valid; what noise has spoilt is measured again soon.
+
+        Raises:
+            NotCachedError: It is not kept, and this cache does not measure.
         """
         if not self.is_on:
-            return measure()
+            return self._measured(name, measure)
         path = f"{name}-{codec.fingerprint([_VERSION, torch.__version__, *facts])}.json"
         entry = on_first_rank(lambda: self._load(path, kind, lifetime), self._group)
         if entry is not None:
             self._read.append(entry)
             return entry.value
         start = time.perf_counter()
-        value = measure()
+        value = self._measured(name, measure)
         if is_first(self._group) and lifetime(value):
             self._save(path, _Entry(datetime.now(UTC), time.perf_counter() - start, value))
         return value
+
+    def _measured(self, name: str, measure: Callable[[], T]) -> T:
+        if not self._measures:
+            raise NotCachedError(name)
+        return measure()
 
     def report(self) -> None:
         """Say once what was not measured again."""

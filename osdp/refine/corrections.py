@@ -145,9 +145,12 @@ def _backward_seconds(problem: ShardingProblem, found: ShardingSolution) -> floa
 
 
 def _meet(rising: Callable[[float], float], goal: float) -> float:
-    """The power at which ``rising`` is ``goal``: 0 if it is near by, the nearest to 0 where it is flat."""
+    """The power at which ``rising`` is ``goal``: 0 if it is near by, the nearest to 0 where it is flat.
+
+    Also 0 if it does not rise that far: what took so long was something else, such as other programs.
+    """
     at_zero = rising(0.0)
-    if abs(at_zero - goal) <= _CLOSE * goal:
+    if abs(at_zero - goal) <= _CLOSE * goal or rising(_RANGE) < goal:
         return 0.0
     low, high = (0.0, _RANGE) if at_zero < goal else (-_RANGE, 0.0)
     # What compute hides altogether may be any faster: not to be told by more than that it is hidden.

@@ -4,6 +4,7 @@ Start at :func:`osdp.profiler.links.detect.detect`.
 
 - ``detect``: FSDP2's collectives on the live process group
 - ``fitting``: their latency and bandwidth, from timed units
+- ``estimated``: the same at a glance, to begin to train with
 - ``fsdp_probe``: the units they are measured with
 - ``plan_probe``: what a replicated parameter and a pass cost beyond collectives
 - ``toy_model``: what both are made of

@@ -99,8 +99,8 @@ def detect(
     """
     limit = None if memory_limit is None else parse_bytes(memory_limit)
     alone = mesh is None and not dist.is_initialized()
-    where = _resolve_device(device, mesh)
-    nodes, per_node = _resolve_shape(mesh, devices_per_node)
+    where = resolve_where(device, mesh)
+    nodes, per_node = resolve_shape(mesh, devices_per_node)
     if limit is None:
         limit = available_memory(where, per_node)
     size = nodes * per_node
@@ -110,7 +110,7 @@ def detect(
     if size == 1:
         world, group = None, None if alone or mesh is None else mesh.get_group(0)
     else:
-        world = _world_mesh(mesh, where.type, size)
+        world = world_mesh(mesh, where.type, size)
         group = world.get_group()
         _check_sizes(group_sizes, sizes, size)
     found = cache_dir if isinstance(cache_dir, MeasurementCache) else MeasurementCache(cache_dir, group)
@@ -124,7 +124,7 @@ def detect(
         return _measure_groups(groups, limit, where, (nodes, per_node), sizes, repeats, seconds)
 
     info = found.get_or_measure("devices", DeviceInfo, facts, measure, _lifetime)
-    info = _with_memory(info, limit, where, world)
+    info = with_memory(info, limit, where, world)
     if found is not cache_dir:
         found.report()
     return info
@@ -215,7 +215,7 @@ def _lifetime(info: DeviceInfo) -> timedelta:
     return timedelta(minutes=10) if info.doubts else LIFETIME
 
 
-def _with_memory(info: DeviceInfo, limit: int, where: torch.device, world: DeviceMesh | None) -> DeviceInfo:
+def with_memory(info: DeviceInfo, limit: int, where: torch.device, world: DeviceMesh | None) -> DeviceInfo:
     """The devices with the memory that is available now, the least of any rank: it is never cached."""
     host = info.host
     memory = 0 if host is None else available_memory(torch.device("cpu"), info.devices_per_node)
@@ -226,7 +226,8 @@ def _with_memory(info: DeviceInfo, limit: int, where: torch.device, world: Devic
     return replace(info, memory_limit=limit, host=None if host is None else replace(host, memory=memory))
 
 
-def _resolve_device(device: str | torch.device | None, mesh: DeviceMesh | None) -> torch.device:
+def resolve_where(device: str | torch.device | None, mesh: DeviceMesh | None) -> torch.device:
+    """The device that this rank measures."""
     if device is None:
         if mesh is not None:
             return device_of(mesh)
@@ -240,7 +241,7 @@ def _resolve_device(device: str | torch.device | None, mesh: DeviceMesh | None) 
     return where
 
 
-def _resolve_shape(mesh: DeviceMesh | None, devices_per_node: int | None) -> tuple[int, int]:
+def resolve_shape(mesh: DeviceMesh | None, devices_per_node: int | None) -> tuple[int, int]:
     """Nodes and devices per node."""
     if mesh is not None and mesh.ndim == 2:
         nodes, per_node = mesh.size(0), mesh.size(1)
@@ -285,7 +286,7 @@ class _Group:
 _Samples = dict[Route, dict[int, list[StepTimes]]]
 
 
-def _world_mesh(mesh: DeviceMesh | None, kind: str, size: int) -> DeviceMesh:
+def world_mesh(mesh: DeviceMesh | None, kind: str, size: int) -> DeviceMesh:
     """All ranks that are measured on one axis."""
     if mesh is not None and mesh.ndim == 1:
         return mesh

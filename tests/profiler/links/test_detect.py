@@ -209,7 +209,7 @@ def test_two_ranks_agree() -> None:
 def _on_two_nodes() -> tuple[DeviceInfo, list[tuple[str, int]], str]:
     from torch.distributed.device_mesh import init_device_mesh
 
-    told = collectives._groups(collectives._world_mesh(None, "cpu", 4), (2,))
+    told = collectives._groups(collectives.world_mesh(None, "cpu", 4), (2,))
     mesh = init_device_mesh("cpu", (2, 2))
     refused = ""
     try:
@@ -266,7 +266,7 @@ def test_no_time_left_still_measures_three_sizes_and_probes_leave_nothing_out() 
 
 def _on_named_hosts(names: str) -> tuple[int, int]:
     with mock.patch("socket.gethostname", lambda: names[dist.get_rank()]):
-        return collectives._resolve_shape(None, None)
+        return collectives.resolve_shape(None, None)
 
 
 def _on_all_named_hosts() -> list[tuple[int, int]]:

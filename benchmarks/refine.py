@@ -1,0 +1,329 @@
+"""Claim: a training that starts from wrong figures ends under a plan as good as the best, and stays there.
+
+Two ranks, one core each. The truth is measured in quiet; the memory limit is half way from the all-sharded to
+the all-replicated peak. Then training starts, with ``refine=True``, from what is wrong: links ten times too
+slow or too fast, compute three times, measurements beside busy processes, an estimate that nothing was
+measured for, and half of the batch. Live bytes are counted from before the model is wrapped to the last
+step, switches included; with half of the batch from the first switch on, since the plan before was not made
+for what it trains. The plan at the end is then timed in turns with the plan of the truth and with those that
+the other starts ended under; the best is chosen on one half of the rounds and compared on the other.
+
+What the recorded steps cost beside others is timed in turns on two models under one plan.
+
+    python -m benchmarks.refine [--quick] [--json FILE]
+"""
+
+import gc
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from statistics import median
+from typing import Any
+
+import torch
+
+from benchmarks.noisy_start import BUSY, busy_machine
+from benchmarks.support import first_step, harness
+from benchmarks.support.baselines import (
+    TrainStep,
+    make_optimizer,
+    mean_loss,
+    rank_batches,
+    reference_losses,
+    train_step,
+)
+from benchmarks.support.candidates import UNLIMITED, Setting, live_mesh, make_setting_together
+from benchmarks.support.harness import Options, Result, Row
+from benchmarks.support.launch import WorkerError, launch
+from benchmarks.support.live_bytes import LiveBytes, NoCompilerError, preload
+from benchmarks.support.models import CASES
+from benchmarks.support.timing import paired_ratio
+from benchmarks.support.turns import take_turns
+from osdp import OSDP, DeviceInfo, Plan, Training, codec
+from osdp.hardware.profile import Profile
+from osdp.profiler.roofline import estimate
+from osdp.refine.stretches import stretches_of
+from osdp.runtime.step_recorder import StepRecorder
+
+RANKS = 2
+SAMPLES = 8
+TRAINING = Training(local_batch=SAMPLES)
+CASE_NAMES = ("gpt2-deep", "gpt2-wide", "llama-32k", "bert-128", "mlp-table")
+QUICK_CASES = ("gpt2-small",)
+#: The part of the way from the all-sharded to the all-replicated peak that a limit allows.
+FRACTION = 0.5
+#: Steps of a start; refining ends within 30.
+STEPS = 44
+#: Rounds of a comparison, and steps of a turn.
+ROUNDS, QUICK_ROUNDS, REPEATS = 24, 6, 2
+#: The loss is compared after so many steps, later than the last switch.
+COMPARED = 30
+LOSS_TOLERANCE = 1e-3
+#: Speeds that a roofline estimate starts from where nothing is measured: none of this machine's.
+ASSUMED_FLOPS, ASSUMED_BANDWIDTH = 1e10, 5e9
+ASSUMED_LATENCY, ASSUMED_LINK = 1e-3, 1e9
+TIMEOUT = 900
+
+
+def with_links(device: DeviceInfo, factor: float) -> DeviceInfo:
+    """Devices whose links take ``factor`` times as long."""
+    links = [
+        replace(link, latency=link.latency * factor, bandwidth=link.bandwidth / factor)
+        for link in device.links
+    ]
+    return replace(device, links=tuple(links))
+
+
+def with_compute(profile: Profile, factor: float) -> Profile:
+    """A profile whose segments take ``factor`` times as long."""
+
+    def timed(each: Any) -> Any:
+        passes = {name: getattr(each, name) for name in ("forward", "backward")}
+        return replace(
+            each, **{name: replace(found, seconds=factor * found.seconds) for name, found in passes.items()}
+        )
+
+    return replace(profile, segments=tuple(map(timed, profile.segments)))
+
+
+def unmeasured(setting: Setting, device: DeviceInfo) -> tuple[DeviceInfo, Profile]:
+    """What is assumed where nothing is measured."""
+    links = [
+        replace(link, latency=ASSUMED_LATENCY, bandwidth=ASSUMED_LINK, residual=0.0) for link in device.links
+    ]
+    assumed = replace(device, flops=ASSUMED_FLOPS, memory_bandwidth=ASSUMED_BANDWIDTH, links=tuple(links))
+    return assumed, estimate(setting.model_desc, assumed, setting.training)
+
+
+def wrong_starts(
+    setting: Setting, half: Setting, device: DeviceInfo, busy: Mapping[str, Any]
+) -> dict[str, tuple[Setting, DeviceInfo]]:
+    """What each start plans from, by its name.
+
+    Args:
+        setting: The truth.
+        half: The same of half of the batch.
+        device: The true devices.
+        busy: Devices and profile as :func:`benchmarks.noisy_start.start` measured them beside busy processes.
+    """
+    profile = setting.profile
+    assumed, estimated = unmeasured(setting, device)
+    return {
+        "links 10x slower": (setting, with_links(device, 10.0)),
+        "links 10x faster": (setting, with_links(device, 0.1)),
+        "compute 3x slower": (replace(setting, profile=with_compute(profile, 3.0)), device),
+        "compute 3x faster": (replace(setting, profile=with_compute(profile, 1 / 3)), device),
+        "busy": (
+            replace(setting, profile=codec.from_json(Profile, busy["profile"])),
+            codec.from_json(DeviceInfo, busy["device"]),
+        ),
+        "unmeasured": (replace(setting, profile=estimated), assumed),
+        "batch doubled": (half, device),
+    }
+
+
+def train_refining(
+    setting: Setting, device: DeviceInfo, limit: int, batches: Callable[[int], Any], *, steps: int
+) -> dict[str, Any]:
+    """Train from a start; what the refinement found, and the most bytes before and after the first switch."""
+    live = LiveBytes()
+    gc.collect()
+    before = live.now
+    live.start()
+    model = OSDP(
+        setting.case.model(),
+        setting.model_desc,
+        replace(device, memory_limit=limit),
+        training=setting.training,
+        profile=setting.profile,
+        refine=True,
+    )
+    first = model.plan
+    step = train_step(model, make_optimizer(model.parameters(), setting.training), batches)
+    losses, plans, peaks = [], [], []
+    for index in range(steps):
+        losses.append(step(index))
+        plans.append(model.plan)
+        peaks.append(live.peak - before)
+        live.start()
+    found = model.refinement
+    changes = [i for i in range(1, steps) if plans[i] is not plans[i - 1]]
+    changes = ([0] if plans[0] is not first else []) + changes
+    return {
+        "plan": codec.to_json(model.plan),
+        "units": str(model.plan.sharding.units),
+        "first_units": str(first.sharding.units),
+        "losses": [mean_loss(loss) for loss in losses],
+        "peak_before": max(peaks[: changes[0]] if changes and changes[0] else peaks),
+        "peak_after": max(peaks[changes[0] :]) if changes else None,
+        "steps_to_final": None if found is None else found.steps,
+        "switches": len(changes),
+        "switches_after_final": 0 if found is None else sum(change > found.steps for change in changes),
+        "reason": None if found is None else found.reason,
+        "told": str(found),
+        "predicted_seconds": model.plan.predicted.step_seconds,
+    }
+
+
+def prepare(setting: Setting, plan: Plan, batches: Callable[[int], Any], *, recorded: bool) -> TrainStep:
+    """A fresh model under ``plan``, whose steps are recorded as refining records them, or not."""
+    model = OSDP(setting.case.model(), plan=plan)
+    optimizer = make_optimizer(model.parameters(), setting.training)
+    if recorded:
+        ends = [each.module for each in stretches_of(setting.model_desc) if each.module]
+        StepRecorder(model._applied.sharded, ends, [optimizer])
+    return train_step(model, optimizer, batches)
+
+
+def refine(
+    rank: int, world_size: int, *, case: str, busy: dict[str, Any], steps: int, rounds: int
+) -> dict[str, Any]:
+    """Worker: all starts of a model, and the turns of the plans that they ended under."""
+    chosen, mesh = CASES[case], live_mesh()
+    # Made first: they are not the model's memory.
+    batches = rank_batches(chosen, SAMPLES, rank, world_size)
+    device = DeviceInfo.detect("1TiB", cache_dir=None)
+    setting = make_setting_together(chosen, TRAINING, mesh)
+    half = make_setting_together(chosen, replace(TRAINING, local_batch=SAMPLES // 2), mesh)
+    low, high = (
+        setting.plan(device, strategy=strategy).predicted.peak_bytes
+        for strategy in ("FULL_SHARD", "NO_SHARD")
+    )
+    limit = int(low + FRACTION * (high - low))
+    truth = setting.plan(device, limit)
+    found: dict[str, dict[str, Any]] = {}
+    for name, (believed, devices) in wrong_starts(setting, half, device, busy).items():
+        found[name] = train_refining(believed, devices, limit, batches, steps=steps)
+    plans = {"truth": truth}
+    for each in found.values():
+        plan = codec.from_json(Plan, each.pop("plan"))
+        named = {str(other.sharding.units): name for name, other in plans.items()}
+        each["final"] = named.get(each["units"], f"plan {len(plans)}")
+        plans.setdefault(each["final"], plan)
+    turns = take_turns(
+        {name: prepare(setting, plan, batches, recorded=False) for name, plan in plans.items()}
+        | {"recorded": prepare(setting, truth, batches, recorded=True)},
+        rounds=rounds,
+        warmup=3,
+        repeats=REPEATS,
+    )
+    return {"limit": limit, "starts": found, "seconds": turns.seconds}
+
+
+def best_of(seconds: Mapping[str, list[float]]) -> str:
+    """The candidate of fewest seconds on the first half of the rounds."""
+    return min(seconds, key=lambda name: median(seconds[name][: len(seconds[name]) // 2]))
+
+
+def rows_of(case: str, *, steps: int, rounds: int) -> list[Row]:
+    """One row for each start of a model."""
+    started: dict[str, Any] = {"case": case, "limits": [UNLIMITED], "samples": SAMPLES}
+    try:
+        with busy_machine(BUSY):
+            busy = launch("benchmarks.noisy_start:start", RANKS, started, timeout=TIMEOUT)[0]
+        arguments = {"case": case, "busy": busy, "steps": steps, "rounds": rounds}
+        ranks = launch("benchmarks.refine:refine", RANKS, arguments, timeout=TIMEOUT, environment=preload())
+    except NoCompilerError as error:
+        return [{"name": case, "reason": str(error)}]
+    except WorkerError as error:
+        return [{"name": case, "error": str(error)}]
+    expected = reference_losses(CASES[case], TRAINING, RANKS, COMPARED)[-1]
+    return [row_of(case, name, ranks, expected) for name in ranks[0]["starts"]]
+
+
+def row_of(case: str, name: str, ranks: list[dict[str, Any]], expected: float) -> Row:
+    """One start, of what all ranks found."""
+    first = ranks[0]
+    found = {key: value for key, value in first["starts"][name].items() if key != "losses"}
+    loss = first["starts"][name]["losses"][COMPARED - 1]
+    # Half of the batch was planned for: until the first switch that plan cannot keep the limit for all of it.
+    keys = ("peak_after",) if name == "batch doubled" else ("peak_before", "peak_after")
+    peaks = [rank["starts"][name][key] for rank in ranks for key in keys]
+    peak = max((each for each in peaks if each is not None), default=None)
+    seconds = {key: times for key, times in first["seconds"].items() if key != "recorded"}
+    best, later = best_of(seconds), len(seconds["truth"]) // 2
+    ratio = paired_ratio(seconds[found["final"]][later:], seconds[best][later:])
+    recorded = paired_ratio(first["seconds"]["recorded"], seconds["truth"])
+    row: Row = {"name": f"{case}, {name}", "case": case, "limit": first["limit"]} | found
+    row |= {
+        "best": best,
+        "over_best": ratio.median,
+        "interval": [ratio.low, ratio.high],
+        "loss_difference": abs(loss - expected) / abs(expected),
+        "peak": peak,
+        "over_limit": peak is not None and peak > first["limit"],
+        "recorded_over_plain": [recorded.low, recorded.median, recorded.high],
+        "seconds": median(seconds[found["final"]]),
+    }
+    if not row["loss_difference"] <= LOSS_TOLERANCE:
+        row["error"] = f"loss {loss:.6f} is {expected:.6f} in a single process"
+    return row
+
+
+def summarize(rows: list[Row], first: Row) -> dict[str, float | int | None]:
+    """The figures of the claim, of all starts and of one first step; ``None`` where a row is missing."""
+    summary: dict[str, float | int | None] = {"extra_seconds_to_first_step": first.get("extra_seconds")}
+    if not rows or any("over_best" not in row for row in rows):
+        keys = ("worst_over_best_plan", "steps_to_final", "switches_after_final", "losses_wrong")
+        return summary | dict.fromkeys((*keys, "instrumented_overhead", "over_limit"))
+    steps = [row["steps_to_final"] for row in rows]
+    return summary | {
+        "worst_over_best_plan": max(row["over_best"] for row in rows),
+        "steps_to_final": None if None in steps else max(steps),
+        "switches_after_final": sum(row["switches_after_final"] for row in rows),
+        "losses_wrong": sum("error" in row for row in rows),
+        "instrumented_overhead": max(row["recorded_over_plain"][1] for row in rows) - 1,
+        "over_limit": sum(row["over_limit"] for row in rows),
+    }
+
+
+def measure(options: Options) -> Result:
+    torch.set_num_threads(1)
+    result = Result(options, world_size=RANKS, backend="gloo")
+    cases = QUICK_CASES if options.quick else CASE_NAMES
+    for case in harness.progress(cases, len(cases), "refine"):
+        result.add(*rows_of(case, steps=STEPS, rounds=QUICK_ROUNDS if options.quick else ROUNDS))
+    refined = list(result.rows)
+    judged = QUICK_CASES[0] if options.quick else first_step.LARGE.name
+    firsts = (judged,) if options.quick else (judged, *first_step.OTHERS)
+    for case in harness.progress(firsts, len(firsts), "first step"):
+        result.add(first_step.row_of(case, repeats=3 if case == judged and not options.quick else 1))
+    result.summary = summarize(refined, result.rows[len(refined)])
+    return result
+
+
+def _cells(row: Row) -> list[object]:
+    interval = row.get("interval")
+    return [
+        row["name"],
+        row.get("over_best"),
+        f"[{interval[0]:.3f}, {interval[1]:.3f}]" if interval else "-",
+        row.get("steps_to_final"),
+        row.get("switches"),
+        row.get("switches_after_final"),
+        row["peak"] / row["limit"] if row.get("peak") else None,
+        row.get("loss_difference"),
+        row["predicted_seconds"] / row["seconds"] - 1 if "predicted_seconds" in row else None,
+        row.get("error") or row.get("reason"),
+    ]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    result = measure(harness.parse_options("refine", __doc__, arguments))
+    columns = [
+        "model, start", "final / best plan", "interval", "steps", "switches", "after it", "peak / limit",
+        "loss", "time error", "",
+    ]  # fmt: skip
+    refined = [row for row in result.rows if not row["name"].startswith("first step")]
+    harness.table("plans that were refined while they trained, 2 ranks", columns, map(_cells, refined))
+    firsts = [row for row in result.rows if "extra_seconds" in row]
+    harness.table(
+        "seconds from a plain model to the end of its first step, 2 ranks",
+        ["model", *first_step.STARTS, "estimated - FSDP2"],
+        [[row["name"], *row["seconds"].values(), row["extra_seconds"]] for row in firsts],
+    )
+    return harness.finish(result)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

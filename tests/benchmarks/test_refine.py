@@ -1,0 +1,49 @@
+"""The pure parts of the claim that trainings end under the best plan from wrong figures."""
+
+from typing import Any
+
+import pytest
+
+from benchmarks.refine import best_of, summarize, with_compute, with_links
+from benchmarks.support.candidates import given_device
+from osdp.hardware.profile import OptimizerProfile, PassProfile, Profile, SegmentProfile
+
+
+def test_wrong_figures_are_as_wrong_as_they_are_said_to_be() -> None:
+    device = given_device(2)
+    for wrong, true in zip(with_links(device, 10.0).links, device.links, strict=True):
+        assert wrong.seconds(1000) == pytest.approx(10 * true.seconds(1000))
+    segment = SegmentProfile("a", PassProfile(1.0, 2, 3), PassProfile(2.0, 4, 5), 6)
+    profile = Profile("cpu", 1, (segment,), OptimizerProfile(1.0, 1.0, 1.0), 0, True, "m")
+    found = with_compute(profile, 3.0)
+    assert [found.segments[0].forward.seconds, found.segments[0].backward.seconds] == [3.0, 6.0]
+    assert found.segments[0].saved_bytes == 6 and found.optimizer == profile.optimizer
+
+
+def test_the_best_plan_is_chosen_on_the_first_half_of_the_rounds() -> None:
+    assert best_of({"a": [1.0, 1.0, 9.0, 9.0], "b": [2.0, 2.0, 1.0, 1.0]}) == "a"
+
+
+def row(**changes: Any) -> dict[str, Any]:
+    good = {
+        "over_best": 1.0, "steps_to_final": 12, "switches_after_final": 0, "over_limit": False,
+        "recorded_over_plain": [0.99, 1.02, 1.04],
+    }  # fmt: skip
+    return good | changes
+
+
+def test_the_summary_is_of_the_worst_row() -> None:
+    rows = [
+        row(),
+        row(over_best=1.2, steps_to_final=24, over_limit=True, switches_after_final=1, error="loss"),
+    ]
+    found = summarize(rows, {"extra_seconds": 1.5})
+    assert found["worst_over_best_plan"] == 1.2 and found["steps_to_final"] == 24
+    assert (found["switches_after_final"], found["losses_wrong"], found["over_limit"]) == (1, 1, 1)
+    assert found["extra_seconds_to_first_step"] == 1.5
+    assert abs(float(found["instrumented_overhead"] or 0) - 0.02) < 1e-9
+
+
+def test_a_start_that_never_ends_to_refine_has_no_figure() -> None:
+    assert summarize([row(), row(steps_to_final=None)], {})["steps_to_final"] is None
+    assert set(summarize([row(), {"reason": "no compiler"}], {}).values()) == {None}
