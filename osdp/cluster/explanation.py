@@ -59,7 +59,7 @@ class ClusterReport:
     def cost(self, plan: ClusterPlan) -> float:
         """Cost of a plan on the front: dollars of a step, or its number of devices."""
         dollars = plan.dollars_per_step if self.priced else None
-        return plan.layout.degrees.world_size if dollars is None else dollars
+        return plan.layout.world_size if dollars is None else dollars
 
 
 def ties(plans: Sequence[ClusterPlan]) -> tuple[int, ...]:

@@ -78,6 +78,9 @@ class Workload:
         update_bytes: Temporary bytes of the optimizer step: one 32-bit copy for Adam as it runs on GPUs by
             default (:data:`osdp.model.training.OPTIMIZERS`), none for a fused one.
         flash: Whether attention is FlashAttention, which does not store its scores.
+        ring_attention: Whether context-parallel ranks pass keys and values around a ring while they compute
+            attention with those they have (Liu et al., arXiv:2310.01889), as Transformer Engine does.
+            Otherwise they gather all of them first (Llama Team, arXiv:2407.21783, section 3.3.2).
         sequence_parallel: Whether norms, dropouts and residuals are split over the tensor-parallel ranks
             (Korthikanti et al., arXiv:2205.05198); each then sends its part alone to the next stage.
         split_sends: Whether each tensor-parallel rank sends its part of a message to the next stage, whose
@@ -115,6 +118,7 @@ class Workload:
     state_bytes: int = 12
     update_bytes: int = 4
     flash: bool = True
+    ring_attention: bool = True
     sequence_parallel: bool = False
     split_sends: bool = False
     dropout: bool = True
@@ -147,6 +151,8 @@ class ParallelLayout:
         recompute: Activation recomputation; ``None`` if it is chosen item by item.
         zero: ZeRO stage (:class:`LayerStrategy`); ``None`` if it is chosen item by item.
         token_slices: Number of equal slices per sequence, which the stages process as a pipeline.
+        cp: Context-parallel degree: ranks that divide every sequence among them. They hold the same weights,
+            so that gradients are reduced and states sharded over ``dp x cp`` ranks.
     """
 
     degrees: ParallelDims
@@ -156,6 +162,22 @@ class ParallelLayout:
     recompute: RecomputeLayers | None = RecomputeLayers.NONE
     zero: int | None = 0
     token_slices: int = 1
+    cp: int = 1
+
+    @property
+    def replicas(self) -> int:
+        """Ranks with the same weights: data-parallel times context-parallel ones."""
+        return self.degrees.dp * self.cp
+
+    @property
+    def stage_ranks(self) -> int:
+        """Ranks of each stage."""
+        return self.degrees.tp * self.replicas
+
+    @property
+    def world_size(self) -> int:
+        """Total number of ranks."""
+        return self.degrees.pp * self.stage_ranks
 
     @property
     def strategy(self) -> LayerStrategy:
@@ -252,6 +274,7 @@ class StepSeconds:
         gradients: Collectives at the end of the step, on the stage with the longest end.
         optimizer: Optimizer step of that stage.
         embedding: All-reduce of the gradients of a tied embedding that several stages hold.
+        context: Exposed exchanges of keys and values over context-parallel ranks, of the slowest stage.
     """
 
     compute: float
@@ -263,11 +286,13 @@ class StepSeconds:
     gradients: float
     optimizer: float
     embedding: float
+    context: float = 0.0
 
     @property
     def pipeline(self) -> float:
         """Seconds until the last backward has ended."""
-        return self.compute + self.recompute + self.tensor + self.shards + self.sends + self.bubble
+        busy = self.compute + self.recompute + self.tensor + self.context + self.shards
+        return busy + self.sends + self.bubble
 
     @property
     def total(self) -> float:

@@ -37,6 +37,7 @@ class TargetDefaults:
         reduce_bytes: Bytes of a gradient while it is reduced.
         state_bytes: Bytes of optimizer states, copies of weights and gradients in float32 included.
         split_sends: Whether tensor-parallel ranks send parts of messages between stages.
+        ring_attention: Whether context-parallel ranks exchange keys and values around a ring.
         fused_gate: Whether gated feed-forward blocks keep less, as in a workload.
         update_bytes: Temporary bytes of its optimizer step.
         boundary_copies: Copies of a stage's input and output that it keeps, as in a workload.
@@ -46,6 +47,7 @@ class TargetDefaults:
     reduce_bytes: int
     state_bytes: int
     split_sends: bool = False
+    ring_attention: bool = True
     fused_gate: bool = False
     update_bytes: int = 4
     boundary_copies: int = 0
@@ -58,7 +60,7 @@ TARGETS = {
     # Gradients of its partition are copied to float32 for the step.
     Target.DEEPSPEED_FP16: TargetDefaults(2, 2, 12, boundary_copies=1),
     # The sharded weight is in float32: two bytes of it beside those in the compute dtype, and two moments.
-    Target.FSDP: TargetDefaults(4, 4, 10),
+    Target.FSDP: TargetDefaults(4, 4, 10, ring_attention=False),
 }
 
 
@@ -77,6 +79,7 @@ def as_trained_by(workload: Workload, target: Target) -> Workload:
         reduce_bytes=defaults.reduce_bytes,
         state_bytes=defaults.state_bytes,
         split_sends=defaults.split_sends,
+        ring_attention=defaults.ring_attention,
         fused_gate=defaults.fused_gate,
         update_bytes=defaults.update_bytes,
         boundary_copies=defaults.boundary_copies,

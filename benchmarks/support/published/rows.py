@@ -148,7 +148,6 @@ def _check(row: dict[str, str]) -> None:
     reasons = (
         ("kept in host memory" in row["assumptions"], "activations in host memory"),
         (row["num_experts"] not in ("", "0"), "experts"),
-        (row["cp"] not in ("", "1"), "context parallelism"),
         (row["precision"] == "fp8", "fp8"),
         (row["virtual_stages"] not in ("", "1", "2"), "more than two interleaved stages of a rank"),
         (row["gpu"] not in known_gpus(), "no data of the GPU"),
@@ -205,7 +204,7 @@ def _cluster(row: dict[str, str], assumed: list[str]) -> Cluster:
 
 def _layouts(row: dict[str, str], assumed: list[str]) -> Iterator[ParallelLayout]:
     """All layouts that what is told leaves open."""
-    degrees = ParallelDims(int(row["pp"]), int(row["dp"]), int(row["tp"]))
+    degrees, cp = ParallelDims(int(row["pp"]), int(row["dp"]), int(row["tp"])), int(row["cp"] or 1)
     if row["micro_batch"]:
         samples = (int(row["micro_batch"]),)
     else:
@@ -236,7 +235,8 @@ def _layouts(row: dict[str, str], assumed: list[str]) -> Iterator[ParallelLayout
                 batch // degrees.dp // each,
                 schedule=schedule,
                 recompute=recompute,
-                zero=int(row["zero_stage"] or 0) if degrees.dp > 1 else 0,
+                zero=int(row["zero_stage"] or 0) if degrees.dp * cp > 1 else 0,
+                cp=cp,
             )
     if not found:
         raise NotExpressibleError("microbatches that do not divide the batch")

@@ -13,7 +13,7 @@ from osdp.cli.cluster.goal import GoalOptions
 from osdp.cli.cluster.outputs import OutputFiles
 from osdp.cli.cluster.report import write_page
 from osdp.cli.cluster.request import ClusterRequest
-from osdp.cli.cluster.runnable import require_buildable, traced_prices, write_runnable
+from osdp.cli.cluster.runnable import require_buildable, runnable_space, traced_prices, write_runnable
 from osdp.cli.models import load_layer_profile, model_label
 from osdp.cli.options import Out, flat_options
 from osdp.cluster.cost.stage import ClusterPrices
@@ -44,6 +44,8 @@ def plan(request: ClusterRequest, goal: GoalOptions, outputs: OutputFiles) -> No
     sought = goal.goal()
     prices = request.prices()
     space = request.space(prices.workload)
+    if outputs.out is not None:
+        space = runnable_space(space)
     check_space(prices, space, parts=goal.parts)
     shape, cluster = prices.workload.shape, prices.cluster
     if outputs.out is not None:
@@ -101,7 +103,9 @@ def estimate(
     --tp, --pp, --dp and --micro-batch are required; the defaults are 1f1b, no recomputation and ZeRO 0.
     """
     prices = request.prices()
-    space = replace(request.space(prices.workload), token_slices=(request.token_slices or 1,))
+    space = replace(
+        request.space(prices.workload), token_slices=(request.token_slices or 1,), cp=(request.cp or 1,)
+    )
     missing = [name for name in ("tp", "pp", "dp", "micro_batch") if getattr(request, name) is None]
     if missing:
         options = ", ".join("--" + name.replace("_", "-") for name in missing)

@@ -48,6 +48,10 @@ class ClusterRequest:
     tp: Annotated[int | None, Option(min=1, help="tensor-parallel degree")] = None
     pp: Annotated[int | None, Option(min=1, help="pipeline degree: number of stages")] = None
     dp: Annotated[int | None, Option(min=1, help="data-parallel degree")] = None
+    cp: Annotated[
+        int | None,
+        Option(min=1, help="context-parallel degree: ranks that share each sequence; not run by osdp itself"),
+    ] = None
     micro_batch: Annotated[int | None, Option(min=1, help="samples per microbatch")] = None
     schedule: Annotated[str | None, Option(help="pipeline schedule")] = None
     recompute: Annotated[
@@ -147,7 +151,11 @@ class ClusterRequest:
         if self.zero not in (None, MIXED, *_STAGES):
             raise ValueError(f"--zero {self.zero}: ZeRO has the stages {', '.join(_STAGES)}, and {MIXED}")
         space = LayoutSpace(
-            tp=_only(self.tp), pp=_only(self.pp), dp=_only(self.dp), samples=_only(self.micro_batch)
+            tp=_only(self.tp),
+            pp=_only(self.pp),
+            dp=_only(self.dp),
+            cp=_only(self.cp),
+            samples=_only(self.micro_batch),
         )
         if self.schedule is not None:
             space = replace(space, schedules=(self.schedule,))

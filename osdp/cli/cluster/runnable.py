@@ -15,6 +15,7 @@ from osdp.cluster.export.frameworks import exports
 from osdp.cluster.export.launch_scripts import batch_script, launch_script
 from osdp.cluster.hardware import Cluster
 from osdp.cluster.plan import ClusterPlan
+from osdp.cluster.search.space import LayoutSpace
 from osdp.cluster.transformer import TransformerShape
 from osdp.codec import read_json
 from osdp.errors import InfeasibleError
@@ -22,6 +23,20 @@ from osdp.text import format_bytes, format_seconds, wrapped
 
 if TYPE_CHECKING:
     from osdp.plan.plan import Plan
+
+
+def runnable_space(space: LayoutSpace) -> LayoutSpace:
+    """The layouts of a space that the runtime can run.
+
+    Raises:
+        ValueError: It has context parallelism alone.
+    """
+    if space.cp and 1 not in space.cp:
+        raise ValueError(
+            f"--out writes a plan for osdp's own runtime, which has no context parallelism: leave --cp "
+            f"{space.cp[0]} out, or leave --out out and train with Megatron-LM or torchtitan"
+        )
+    return replace(space, cp=(1,))
 
 
 def traced_prices(prices: ClusterPrices, request: ClusterRequest) -> ClusterPrices:

@@ -42,7 +42,7 @@ def even_slot(prices: ClusterPrices, layout: ParallelLayout) -> StageSlot:
     it started at a new node.
     """
     devices = prices.cluster.groups[0].node.devices
-    ranks = layout.degrees.tp * layout.degrees.dp
+    ranks = layout.stage_ranks
     return StageSlot(nodes=(-(-ranks // devices),), shares=min(max(devices // ranks, 1), layout.degrees.pp))
 
 
@@ -70,7 +70,7 @@ class EvenSteps:
         """
         layers = layers or self._prices.workload.shape.layers
         strategy = (layout.schedule, layout.recompute, layout.zero)
-        key = (layers, layout.degrees, layout.samples, layout.token_slices, *strategy)
+        key = (layers, layout.degrees, layout.cp, layout.samples, layout.token_slices, *strategy)
         if key not in self._stages:
             self._stages[key] = self._stage_seconds(layout, layers)
         slowest, total, end, fixed = self._stages[key]
@@ -92,7 +92,7 @@ class EvenSteps:
         fixed = step_formula(prices, layout, hardware_by_slot).fixed
         # The backward matters only where it can hide gradient collectives.
         hides = (layout.samples, layout.token_slices, layout.recompute) if prices.workload.overlap else ()
-        key = (layers, layout.degrees, layout.zero, *hides)
+        key = (layers, layout.degrees, layout.cp, layout.zero, *hides)
         if key not in self._ends:
             self._ends[key] = max(stages.end.tolist())
         return max(seconds), sum(seconds), self._ends[key], fixed

@@ -12,6 +12,7 @@ class ItemPrices:
         recompute: Forwards recomputed in the backward.
         backward: Backward part of ``compute``.
         tensor: All-reduces over tensor-parallel ranks, including recomputed ones.
+        context: Exposed exchanges of keys, values and their gradients over context-parallel ranks.
         shards: Exposed all-gathers and reduce-scatters of each microbatch.
         parameters: Parameter count on a rank before data-parallel sharding.
         kept: Bytes saved from its forward to its backward.
@@ -22,6 +23,7 @@ class ItemPrices:
     recompute: float
     backward: float
     tensor: float
+    context: float
     shards: float
     parameters: int
     kept: int
@@ -30,4 +32,4 @@ class ItemPrices:
     @property
     def seconds(self) -> float:
         """Seconds per microbatch."""
-        return self.compute + self.recompute + self.tensor + self.shards
+        return self.compute + self.recompute + self.tensor + self.context + self.shards

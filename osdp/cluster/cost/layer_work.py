@@ -75,7 +75,7 @@ class LayerWork:
         input_bytes: Bytes saved if the item is fully recomputed: its input.
         working_bytes: Transient bytes of its own backward, in addition to those saved.
         output_bytes: Bytes of its output, the input of the next item.
-        cache_bytes: Keys and values of a slice, which later slices of the sequence attend to.
+        cache_bytes: Keys and values of this part of the sequence, which other parts attend to as well.
     """
 
     gemms: tuple[Gemm, ...]
@@ -114,6 +114,29 @@ class Kernels:
     fused_loss: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class SequenceParts:
+    """Part of each sequence that a rank computes at a time; queries attend to the keys of the whole sequence.
+
+    Attributes:
+        slices: Number of equal token slices per sequence, one after the other.
+        cp: Number of context-parallel ranks, each with an equal part. Causal attention gives each rank one
+            part of the first half and its mirror image of the second, so that all compute equally much.
+    """
+
+    slices: int = 1
+    cp: int = 1
+
+    @property
+    def number(self) -> int:
+        """Number of parts."""
+        return self.slices * self.cp
+
+
+#: A sequence that is not divided.
+WHOLE = SequenceParts()
+
+
 def layer_work(
     shape: TransformerShape,
     item: Item,
@@ -121,12 +144,12 @@ def layer_work(
     tp: int,
     kernels: Kernels = Kernels(),
     *,
-    slices: int = 1,
+    parts: SequenceParts = WHOLE,
 ) -> LayerWork:
     """Work of one item on one token slice of a microbatch.
 
     Every slice is counted like the last one, which attends to all keys. For whole sequences of causal models,
-    FlashAttention computes half of the scores.
+    FlashAttention computes half of the scores, on context-parallel ranks as well.
 
     Args:
         shape: The model.
@@ -134,21 +157,21 @@ def layer_work(
         samples: Samples of a microbatch.
         tp: Tensor-parallel degree.
         kernels: How the framework computes layers.
-        slices: Number of equal token slices per sequence.
+        parts: Division of each sequence.
     """
-    parts, width = tp if kernels.sequence_parallel else 1, kernels.width
-    tokens = samples * shape.sequence // slices
+    split, width = tp if kernels.sequence_parallel else 1, kernels.width
+    tokens = samples * shape.sequence // parts.number
     match item:
         case Item.EMBEDDING | Item.TARGET_EMBEDDING:
-            return _embedding(shape, item, tokens, tp, width, parts)
+            return _embedding(shape, item, tokens, tp, width, split)
         case Item.HEAD:
-            return _head(shape, tokens, tp, parts, kernels)
+            return _head(shape, tokens, tp, split, kernels)
         case Item.LAYER | Item.CROSS_LAYER:
-            return _layer(shape, item, samples, tp, slices, parts, kernels)
+            return _layer(shape, item, samples, tp, parts, split, kernels)
 
 
 def _embedding(
-    shape: TransformerShape, item: Item, tokens: int, tp: int, width: int, parts: int
+    shape: TransformerShape, item: Item, tokens: int, tp: int, width: int, split: int
 ) -> LayerWork:
     """Work of an embedding whose vocabulary is split over the tensor-parallel ranks."""
     stream = tokens * shape.hidden * width
@@ -168,7 +191,7 @@ def _embedding(
         input_bytes=indices,
         working_bytes=stream,
         # The encoder's output is passed on together with the decoder's own stream.
-        output_bytes=stream // parts * (2 if item is Item.TARGET_EMBEDDING else 1),
+        output_bytes=stream // split * (2 if item is Item.TARGET_EMBEDDING else 1),
     )
 
 
@@ -177,18 +200,18 @@ def _layer(
     item: Item,
     samples: int,
     tp: int,
-    slices: int,
-    parts: int,
+    parts: SequenceParts,
+    split: int,
     kernels: Kernels,
 ) -> LayerWork:
     """Work of a layer with one attention, or two in a cross-attention layer.
 
-    Norms, dropouts and residuals are split into ``parts``.
+    Norms, dropouts and residuals are split into ``split``.
     """
     # 1. Sizes on one rank: ``stream`` is (tokens, hidden); heads and inner features are split over tp ranks.
     flash, width = kernels.flash, kernels.width
     attentions = 2 if item is Item.CROSS_LAYER else 1
-    s, length = shape.sequence, shape.sequence // slices
+    s, length = shape.sequence, shape.sequence // parts.number
     tokens = samples * length
     stream = tokens * shape.hidden * width
     heads = shape.heads // tp
@@ -197,7 +220,7 @@ def _layer(
     inner = shape.inner // tp
     ups = 2 if shape.gated else 1
     # 2. Matrix products of a forward: attention scores and weighted sum, projections, feed-forward block.
-    seen = s // 2 if flash and shape.causal and slices == 1 else s
+    seen = s // 2 if flash and shape.causal and parts.slices == 1 else s
     scores = (
         Gemm(length, seen, shape.width, samples * heads, flash, width),
         Gemm(length, shape.width, seen, samples * heads, flash, width),
@@ -213,14 +236,14 @@ def _layer(
     score_bytes = 0 if flash else samples * heads * length * s * of_score * attentions
     # Of the stream, per block: the inputs of its norm and of its products, and a one-byte dropout mask.
     masks = tokens * shape.hidden * int(kernels.dropout)
-    stream_kept = (attentions + 1) * (2 * stream + masks) // parts
+    stream_kept = (attentions + 1) * (2 * stream + masks) // split
     kept = stream_kept + attention_kept * attentions + feed_kept + score_bytes
     # 4. Memory traffic of the other operators. Forward: norms, residuals with dropout, and copies of queries,
     # keys, values and attention's output.
-    moved = (attentions + 1) * (5 * stream + masks) // parts
+    moved = (attentions + 1) * (5 * stream + masks) // split
     moved += attentions * wide * (2 * (queries + 2 * keys) + 2 * queries)
     # Backward: the same, plus sums of bias gradients and of both branches of each residual.
-    back = (attentions + 1) * (9 * stream + masks) // parts
+    back = (attentions + 1) * (9 * stream + masks) // split
     back += attentions * wide * (3 * (queries + 2 * keys) + 2 * queries)
     # The activation function, then softmax and dropout of the scores.
     moved += wide * inner * (ups + 1)
@@ -235,7 +258,7 @@ def _layer(
     # Each weight's gradient is accumulated into that of the earlier microbatches.
     back += 3 * sum(gemm.columns * gemm.inner for gemm in gemms if gemm.count == 1) * width
     launched = 9 * attentions + 7 + (2 * int(not flash) + 4 * int(not fused)) * attentions
-    input_bytes = stream // parts * (2 if item is Item.CROSS_LAYER else 1)
+    input_bytes = stream // split * (2 if item is Item.CROSS_LAYER else 1)
     return LayerWork(
         gemms=gemms,
         attention=scores,
@@ -275,7 +298,7 @@ def _softmax_is_fused(matrices: int, sequence: int) -> bool:
     return 16 < sequence <= 2048 and sequence % 4 == 0 and matrices % 4 == 0
 
 
-def _head(shape: TransformerShape, tokens: int, tp: int, parts: int, kernels: Kernels) -> LayerWork:
+def _head(shape: TransformerShape, tokens: int, tp: int, split: int, kernels: Kernels) -> LayerWork:
     """Work of the logits and the loss, with the vocabulary split over the tensor-parallel ranks."""
     width = kernels.width
     stream = tokens * shape.hidden * width
@@ -291,9 +314,9 @@ def _head(shape: TransformerShape, tokens: int, tp: int, parts: int, kernels: Ke
         # The stream's gradient is all-reduced; the forward exchanges a few numbers per token only.
         sums=int(tp > 1),
         summed_bytes=stream,
-        kept_bytes=2 * stream // parts + logits * (width + (0 if kernels.fused_loss else SINGLE)),
+        kept_bytes=2 * stream // split + logits * (width + (0 if kernels.fused_loss else SINGLE)),
         score_bytes=0,
-        input_bytes=stream // parts,
+        input_bytes=stream // split,
         working_bytes=0 if kernels.fused_loss else logits * SINGLE,
         output_bytes=0,
     )

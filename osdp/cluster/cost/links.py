@@ -53,7 +53,9 @@ class SlotHardware:
         gpus: Kinds of its devices; the slowest one sets the pace.
         limit: Memory of its smallest device, in bytes.
         tensor: Ring of a tensor-parallel group.
-        data: Ring of a data-parallel group.
+        data: Ring of the ranks that hold the same weights: a data-parallel group, of all context-parallel
+            ranks together.
+        context: Ring of a context-parallel group.
         within: Link to the next stage in the same node.
         between: Link to a stage in another node, as one device has it while all devices of this node send.
     """
@@ -62,6 +64,7 @@ class SlotHardware:
     limit: int
     tensor: Ring
     data: Ring
+    context: Ring
     within: NetworkLink
     between: NetworkLink
 
@@ -69,25 +72,30 @@ class SlotHardware:
 def slot_hardware(cluster: Cluster, layout: ParallelLayout, slot: StageSlot) -> SlotHardware:
     """Devices and links of a slot.
 
-    Consecutive ranks form a tensor-parallel group, and groups are strided into data-parallel ones. A node's
-    network link therefore carries ``tp`` data-parallel rings at once, and the point-to-point messages of all
-    its devices that serve the stage::
+    Consecutive ranks form a tensor-parallel group, and groups are strided into context-parallel and, outside
+    of these, data-parallel ones (the order of Megatron-LM's ``parallel_state.py``). A node's network link
+    therefore carries ``tp`` data-parallel rings at once, and the point-to-point messages of all its devices
+    that serve the stage::
 
         node 0: d0 d1 | d2 d3        tp = 2: groups (d0 d1), (d2 d3), (d4 d5), (d6 d7)
         node 1: d4 d5 | d6 d7        dp = 4: rings (d0 d2 d4 d6) and (d1 d3 d5 d7)
     """
     kinds = [group.node for group, count in zip(cluster.groups, slot.nodes, strict=True) if count]
-    tp, dp = layout.degrees.tp, layout.degrees.dp
+    tp, cp, ranks = layout.degrees.tp, layout.cp, layout.stage_ranks
     within = _slowest([kind.inside for kind in kinds])
     out = _slowest([kind.outside for kind in kinds])
     crosses = sum(slot.nodes) > 1
     # All devices of a node that serve the stage send at the same time.
-    senders = min(min(kind.devices for kind in kinds), tp * dp)
+    devices = min(kind.devices for kind in kinds)
+    senders = min(devices, ranks)
+    network = _slowest([within, _share(out, tp)])
     return SlotHardware(
         gpus=tuple(kind.gpu for kind in kinds),
         limit=min(kind.gpu.memory for kind in kinds),
         tensor=Ring(tp, within),
-        data=Ring(dp, _slowest([within, _share(out, tp)]) if crosses else within),
+        data=Ring(layout.replicas, network if crosses else within),
+        # Groups that do not fill nodes evenly are as slow as those that cross from one to the next.
+        context=Ring(cp, network if crosses and devices % (tp * cp) else within),
         within=within,
         between=_share(out, senders),
     )

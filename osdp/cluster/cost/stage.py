@@ -18,10 +18,11 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from osdp.cluster.cost.context_exchange import exchange_seconds, exchanged_bytes
 from osdp.cluster.cost.corrections import LayerSize, correction_factor, deviation_at
 from osdp.cluster.cost.item_prices import ItemPrices
 from osdp.cluster.cost.layer_time import LayerSeconds, layer_seconds
-from osdp.cluster.cost.layer_work import Kernels, LayerWork, layer_work
+from osdp.cluster.cost.layer_work import WHOLE, Kernels, LayerWork, SequenceParts, layer_work
 from osdp.cluster.cost.links import SlotHardware, slot_hardware
 from osdp.cluster.cost.measured_layers import measured_seconds, with_measured_bytes
 from osdp.cluster.cost.rates import PUBLISHED, Efficiencies
@@ -135,16 +136,16 @@ class ClusterPrices:
         #: Number of items of each kind in the stage ``start .. stop - 1``, indexed ``[start, stop]``;
         #: ``(I + 1, I + 1)`` each.
         self.counts = {kind: _count(self.items, kind) for kind in self.kinds}
-        self._hardware: dict[tuple[int, int, tuple[int, ...]], SlotHardware] = {}
+        self._hardware: dict[tuple[int, int, int, tuple[int, ...]], SlotHardware] = {}
         self._items: dict[tuple[object, ...], dict[Item, ItemPrices]] = {}
-        self._work: dict[tuple[LayerCase, int], LayerWork] = {}
-        self._seconds: dict[tuple[LayerCase, int, Gpu], LayerSeconds] = {}
+        self._work: dict[tuple[LayerCase, SequenceParts], LayerWork] = {}
+        self._seconds: dict[tuple[LayerCase, SequenceParts, Gpu], LayerSeconds] = {}
         self._factors: dict[tuple[int, int], float] = {}
         self._spreads: dict[tuple[int, int], Spread] = {}
 
     def work(self, item: Item, layout: ParallelLayout) -> LayerWork:
         """Work of one rank for one item on one token slice of a microbatch."""
-        key = (self._case(item, layout), layout.token_slices)
+        key = (self._case(item, layout), SequenceParts(layout.token_slices, layout.cp))
         if key not in self._work:
             self._work[key] = self._work_of(*key)
         return self._work[key]
@@ -152,15 +153,15 @@ class ClusterPrices:
     def _case(self, item: Item, layout: ParallelLayout) -> LayerCase:
         return LayerCase(item, layout.samples, self.workload.shape.sequence, layout.degrees.tp)
 
-    def _work_of(self, case: LayerCase, slices: int = 1) -> LayerWork:
+    def _work_of(self, case: LayerCase, parts: SequenceParts = WHOLE) -> LayerWork:
         shape = self.workload.shape
         if case.sequence != shape.sequence:
             shape = replace(shape, sequence=case.sequence)
-        return layer_work(shape, case.item, case.samples, case.tp, self._kernels, slices=slices)
+        return layer_work(shape, case.item, case.samples, case.tp, self._kernels, parts=parts)
 
     def hardware(self, layout: ParallelLayout, slot: StageSlot) -> SlotHardware:
         """Devices and links of a slot."""
-        key = (layout.degrees.tp, layout.degrees.dp, slot.nodes)
+        key = (layout.degrees.tp, layout.degrees.dp, layout.cp, slot.nodes)
         if key not in self._hardware:
             self._hardware[key] = slot_hardware(self.cluster, layout, slot)
         return self._hardware[key]
@@ -180,7 +181,8 @@ class ClusterPrices:
     def item_prices(self, layout: ParallelLayout, slot: StageSlot) -> dict[Item, ItemPrices]:
         """Costs of each kind of item, in order of first appearance in the chain."""
         degrees, strategy = layout.degrees, layout.strategy
-        key = (degrees.tp, degrees.dp, layout.samples, layout.token_slices, strategy, slot.nodes)
+        parts = (layout.samples, layout.token_slices, layout.cp)
+        key = (degrees.tp, degrees.dp, *parts, strategy, slot.nodes)
         if key not in self._items:
             hardware = self.hardware(layout, slot)
             self._items[key] = {item: self._item(item, layout, hardware) for item in self.kinds}
@@ -208,7 +210,7 @@ class ClusterPrices:
         Returns:
             Seconds, in the shape of ``parameters``.
         """
-        if layout.degrees.dp == 1:
+        if layout.replicas == 1:
             return np.zeros_like(parameters)
         load, ring = self.workload, hardware.data
         reduced, gathered = parameters * load.reduce_bytes, parameters * load.weight_bytes
@@ -234,19 +236,19 @@ class ClusterPrices:
 
     def shards_of_states(self, strategy: LayerStrategy, layout: ParallelLayout) -> int:
         """Number of ranks over which optimizer states are sharded."""
-        return layout.degrees.dp if strategy.zero else 1
+        return layout.replicas if strategy.zero else 1
 
     def parameter_bytes(self, strategy: LayerStrategy, layout: ParallelLayout) -> tuple[float, float, float]:
         """Bytes of weight, gradient and optimizer states that a rank keeps per parameter."""
-        load, dp = self.workload, layout.degrees.dp
+        load, ranks = self.workload, layout.replicas
         sizes = ((load.weight_bytes, 3), (load.gradient_bytes, 2), (load.state_bytes, 1))
-        weight, gradient, state = (size / dp if strategy.zero >= stage else size for size, stage in sizes)
+        weight, gradient, state = (size / ranks if strategy.zero >= stage else size for size, stage in sizes)
         return weight, gradient, state
 
     def reserve(self, layout: ParallelLayout) -> int:
         """Bytes of each device outside of PyTorch's allocator: its context, and a communicator an axis."""
         degrees = layout.degrees
-        axes = sum(ranks > 1 for ranks in (degrees.pp, degrees.dp, degrees.tp))
+        axes = sum(ranks > 1 for ranks in (degrees.pp, degrees.dp, degrees.tp, layout.cp))
         return self.workload.reserve + axes * self.workload.communicator_bytes
 
     def _item(self, item: Item, layout: ParallelLayout, hardware: SlotHardware) -> ItemPrices:
@@ -270,6 +272,11 @@ class ClusterPrices:
             kept = min(work.input_bytes, work.kept_bytes)
         elif recompute is RecomputeLayers.SELECTIVE:
             kept -= work.score_bytes
+        around, attention = self.workload.ring_attention, min(s.attention for s in slowest)
+        context = exchange_seconds(
+            hardware.context, work.cache_bytes, attention, forwards=1 + full, around=around
+        )
+        exchanged = exchanged_bytes(layout.cp, work.cache_bytes, around=around)
         parameters = self.workload.shape.parameters(item, layout.degrees.tp)
         return ItemPrices(
             compute=slices * (forward + backward),
@@ -278,12 +285,13 @@ class ClusterPrices:
             tensor=slices
             * sums
             * (self.rates.sum_seconds + hardware.tensor.reduce_seconds(work.summed_bytes)),
+            context=context,
             shards=self._shards(
                 layout, hardware, parameters, slices * forward, slices * (backward + recomputed)
             ),
             parameters=parameters,
             kept=_held(slices * kept + _cache_bytes(work, slices), lost),
-            working=_held(work.working_bytes + (work.kept_bytes - kept), lost),
+            working=_held(work.working_bytes + (work.kept_bytes - kept) + exchanged, lost),
         )
 
     def _work_on(self, item: Item, layout: ParallelLayout, hardware: SlotHardware) -> LayerWork:
@@ -306,7 +314,7 @@ class ClusterPrices:
 
     def _layer_seconds(self, item: Item, layout: ParallelLayout, gpu: Gpu) -> LayerSeconds:
         """Seconds of one token slice on one kind of device: measured if known, otherwise modelled."""
-        key = (self._case(item, layout), layout.token_slices, gpu)
+        key = (self._case(item, layout), SequenceParts(layout.token_slices, layout.cp), gpu)
         if key not in self._seconds:
             modelled = layer_seconds(self.work(item, layout), gpu, self.rates) * self._factor(layout)
             self._seconds[key] = self._measured_seconds(item, layout, gpu) or modelled
@@ -322,11 +330,11 @@ class ClusterPrices:
 
         case = self._case(item, layout)
         whole = measured_seconds(self._profiles[gpu.name], case, modelled)
-        if whole is None or layout.token_slices == 1:
+        if whole is None or layout.token_slices == layout.cp == 1:
             return whole
-        # Profiles measure whole sequences: scale to a slice by the modelled ratio.
-        of_slice = layer_seconds(self.work(item, layout), gpu, self.rates)
-        return whole.scale(of_slice, modelled(case))
+        # Profiles measure whole sequences: scale to a part by the modelled ratio.
+        of_part = layer_seconds(self.work(item, layout), gpu, self.rates)
+        return whole.scale(of_part, modelled(case))
 
     def spread(self, layout: ParallelLayout) -> Spread:
         """How far measurements may lie from what is predicted for a layout."""
@@ -353,7 +361,7 @@ class ClusterPrices:
     ) -> float:
         """Exposed seconds of the collectives that ZeRO 2 and 3 run in every microbatch."""
         load, zero = self.workload, layout.strategy.zero
-        if zero < 2 or layout.degrees.dp == 1 or not parameters:
+        if zero < 2 or layout.replicas == 1 or not parameters:
             return 0.0
         scatter = hardware.data.scatter_seconds(parameters * load.reduce_bytes)
         gather = hardware.data.scatter_seconds(parameters * load.weight_bytes) if zero == 3 else 0.0
@@ -364,7 +372,7 @@ class ClusterPrices:
     def working_bytes(self, layout: ParallelLayout, item: ItemPrices) -> float:
         """Transient bytes of one item, including its unsharded gradients (ZeRO 2) and weights (ZeRO 3)."""
         load, zero = self.workload, layout.strategy.zero
-        if layout.degrees.dp == 1:
+        if layout.replicas == 1:
             return item.working
         # Gradients of this item, and those of the item before while they are reduced
         # (osdp.cost.sharding.simulate).

@@ -214,6 +214,7 @@ def price(
             compute=m * sum(item.compute for item in inside),
             recompute=m * sum(item.recompute for item in inside),
             tensor=m * sum(item.tensor for item in inside),
+            context=m * sum(item.context for item in inside),
             shards=m * sum(item.shards for item in inside),
             sends=m * sends[slowest],
             bubble=formula.bubble(times[slowest], sum(times)),

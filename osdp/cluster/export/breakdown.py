@@ -30,7 +30,7 @@ def breakdown(plan: ClusterPlan, cluster: Cluster, shape: TransformerShape) -> s
     layout = plan.layout
     schedule = f"{layout.schedule}, " if layout.degrees.pp > 1 else ""
     head = (
-        f"{shape.name}: tp/pp/dp {degrees_text(layout.degrees)}, {_batches(plan)} of "
+        f"{shape.name}: tp/pp/dp {degrees_text(layout)}, {_batches(plan)} of "
         f"{layout.samples}{_slices(plan)}, {schedule}{layout.sharding}, recompute {layout.recomputation}"
     )
     dollars = plan.dollars_per_step
@@ -58,14 +58,20 @@ def step_parts(plan: ClusterPlan) -> tuple[tuple[str, float, str], ...]:
     """Parts of a step as (name, seconds, meaning); they sum to the step."""
     layout, seconds, degrees = plan.layout, plan.seconds, plan.layout.degrees
     stages = f"{layout.schedule}: {degrees.pp} stages, {_batches(plan)}{_slices(plan)}"
+    replicas, context = f"{degrees.dp} data-parallel ranks", []
+    if layout.cp > 1:
+        replicas = f"{degrees.dp} x {layout.cp} data- and context-parallel ranks"
+        what = f"keys and values over {layout.cp} ranks, where attention does not hide them"
+        context = [("context parallelism", seconds.context, what)]
     return (
         ("compute", seconds.compute, "forward and backward of the slowest stage, all microbatches"),
         ("recomputation", seconds.recompute, layout.recomputation),
         ("tensor parallelism", seconds.tensor, f"all-reduces over {degrees.tp} ranks"),
+        *context,
         ("gathers and scatters", seconds.shards, f"of each microbatch, {layout.sharding}"),
         ("sends", seconds.sends, "to and from the stage before"),
         ("bubble", seconds.bubble, stages if degrees.pp > 1 else "there is one stage"),
-        ("gradients", seconds.gradients, f"over {degrees.dp} data-parallel ranks, after the last backward"),
+        ("gradients", seconds.gradients, f"over {replicas}, after the last backward"),
         ("embedding", seconds.embedding, "all-reduce of a tied embedding's gradients between stages"),
         ("optimizer", seconds.optimizer, "optimizer step of the slowest stage"),
     )

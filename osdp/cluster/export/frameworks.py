@@ -62,6 +62,8 @@ def megatron(plan: ClusterPlan, shape: TransformerShape) -> Export:
         "global-batch-size": layout.samples * layout.microbatches * degrees.dp,
     }
     flags = ["bf16"]
+    if layout.cp > 1:
+        words |= {"context-parallel-size": layout.cp}
     if shape.key_heads != shape.heads:
         words |= {"num-query-groups": shape.key_heads}
         flags.append("group-query-attention")
@@ -142,6 +144,10 @@ def deepspeed(plan: ClusterPlan, shape: TransformerShape) -> Export:
             notes.append(f"schedule {layout.schedule}: it runs 1F1B")
     if degrees.tp > 1:
         config["tensor_parallel"] = {"autotp_size": degrees.tp}
+    if layout.cp > 1:
+        notes.append(
+            f"cp={layout.cp}: it has no context parallelism, but Ulysses' sequence parallelism in code"
+        )
     if layout.recompute is not RecomputeLayers.NONE:
         config["activation_checkpointing"] = {"partition_activations": False}
         notes.append("recomputation: call deepspeed.checkpointing in the model")
@@ -163,19 +169,20 @@ def accelerate(plan: ClusterPlan, shape: TransformerShape) -> Export:
         "distributed_type: FSDP",
         "mixed_precision: bf16",
         f"num_machines: {nodes}",
-        f"num_processes: {degrees.world_size}",
+        f"num_processes: {layout.world_size}",
         "fsdp_config:",
         "  fsdp_version: 2",
         "  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP",
         f"  fsdp_reshard_after_forward: {str(layout.zero == 3).lower()}",
         f"  fsdp_activation_checkpointing: {recomputed}",
     ]
-    if degrees.tp > 1:
+    if degrees.tp > 1 or layout.cp > 1:
         lines += [
             "parallelism_config:",
             f"  parallelism_config_tp_size: {degrees.tp}",
             f"  parallelism_config_dp_shard_size: {replicas}",
         ]
+        lines += [f"  parallelism_config_cp_size: {layout.cp}"] * (layout.cp > 1)
     notes = [f"gradient accumulation: {max(steps, 1)} steps, in Accelerator(...)"]
     if nodes > 1:
         notes.append("machine_rank and main_process_ip: pass them to accelerate launch on each node")
@@ -206,6 +213,8 @@ def torchtitan(plan: ClusterPlan, shape: TransformerShape) -> Export:
         "training.global_batch_size": layout.samples * layout.microbatches * degrees.dp,
         "activation_checkpoint.mode": layout.recomputation,
     }
+    if layout.cp > 1:
+        words["parallelism.context_parallel_degree"] = layout.cp
     notes = [] if shape.gated and shape.causal else [f"{shape.name}: its models are Llama and similar ones"]
     if degrees.pp > 1:
         words["parallelism.pipeline_parallel_schedule"] = layout.schedule_kind.torch_name or "1F1B"
@@ -213,6 +222,8 @@ def torchtitan(plan: ClusterPlan, shape: TransformerShape) -> Export:
         words["parallelism.module_fqns_per_model_part"] = json.dumps(_modules(chunks(plan, shape)))
         if layout.schedule_kind.torch_name is None:
             notes.append(f"schedule {layout.schedule}: 1F1B is written")
+    if layout.cp > 1 and not sharded:
+        notes.append(f"ZeRO 0: everything is sharded over the {layout.cp} context-parallel ranks")
     if layout.zero == 1:
         notes.append("ZeRO 1: gradients are sharded as well (ZeRO 2)")
     if layout.recompute is RecomputeLayers.SELECTIVE:

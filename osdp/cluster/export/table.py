@@ -13,9 +13,8 @@ from typing import Any
 from osdp.cluster.cost.step import nodes_of
 from osdp.cluster.explanation import ties, worth_measuring
 from osdp.cluster.hardware import Cluster
-from osdp.cluster.plan import ClusterPlan, StageSlot, layers_of
+from osdp.cluster.plan import ClusterPlan, ParallelLayout, StageSlot, layers_of
 from osdp.cluster.transformer import TransformerShape
-from osdp.plan.dims import ParallelDims
 from osdp.text import align, format_bytes, format_dollars, format_seconds, wrapped
 
 _GIB = 2**30
@@ -85,6 +84,7 @@ def _row(
         "schedule": layout.schedule,
         "recompute": layout.recomputation,
         "token slices": layout.token_slices,
+        "cp": layout.cp,
     }
 
 
@@ -154,7 +154,7 @@ def _cells(rank: int, plan: ClusterPlan, cluster: Cluster, steps: int | None) ->
     return (
         str(rank),
         nodes_text(plan, cluster),
-        degrees_text(plan.layout.degrees),
+        degrees_text(plan.layout),
         f"{layout.microbatches} x {layout.samples}"
         + (f",\n{layout.token_slices} slices" if layout.token_slices > 1 else ""),
         layout.schedule if layout.degrees.pp > 1 else "-",
@@ -199,9 +199,10 @@ def nodes_text(plan: ClusterPlan, cluster: Cluster) -> str:
     return " + ".join(f"{count} {group.node.name}" for group, count in nodes if count)
 
 
-def degrees_text(degrees: ParallelDims) -> str:
-    """Degrees of tensor, pipeline and data parallelism, such as ``1/16/2``."""
-    return f"{degrees.tp}/{degrees.pp}/{degrees.dp}"
+def degrees_text(layout: ParallelLayout) -> str:
+    """Degrees of tensor, pipeline, data and context parallelism, such as ``1/16/2``, or ``1/16/2 cp4``."""
+    degrees = layout.degrees
+    return f"{degrees.tp}/{degrees.pp}/{degrees.dp}" + (f" cp{layout.cp}" if layout.cp > 1 else "")
 
 
 def csv_table(rows: Sequence[dict[str, Any]]) -> str:

@@ -12,6 +12,7 @@ from osdp.cluster.search.space import (
     Family,
     LayoutSpace,
     cells_of,
+    context_fault,
     families,
     slices_fault,
     strategy_faults,
@@ -60,12 +61,16 @@ def check_space(prices: ClusterPrices, space: LayoutSpace, *, parts: bool = Fals
             for samples in space.samples
             if load.global_batch % dp == 0 and load.global_batch // dp % samples
         ]
+    faults += [fault for cp in space.cp if (fault := context_fault(load, cp))]
     # 2. The product of the degrees.
     given = {
-        name: values[0] for name, values in (("tp", space.tp), ("pp", space.pp), ("dp", space.dp)) if values
+        name: values[0]
+        for name, values in (("tp", space.tp), ("pp", space.pp), ("dp", space.dp), ("cp", space.cp))
+        if values
     }
     if given and (
-        world % math.prod(given.values()) or (len(given) == 3 and math.prod(given.values()) != world)
+        world % math.prod(given.values())
+        or ({"tp", "pp", "dp"} <= set(given) and math.prod(given.values()) != world)
     ):
         product = " x ".join(f"{name}={value}" for name, value in given.items())
         faults.append(f"{product} does not make the {world} devices there are")
@@ -79,9 +84,11 @@ def check_space(prices: ClusterPrices, space: LayoutSpace, *, parts: bool = Fals
         space.tp
         and space.dp
         and not faults
-        and cells_of(cluster, cluster.counts, space.tp[0] * space.dp[0]) is None
+        and cells_of(cluster, cluster.counts, ranks := space.tp[0] * space.dp[0] * (space.cp or (1,))[0])
+        is None
     ):
-        faults.append(f"stages of tp x dp = {space.tp[0] * space.dp[0]} devices cannot use all nodes")
+        product = "tp x cp x dp" if space.cp else "tp x dp"
+        faults.append(f"stages of {product} = {ranks} devices cannot use all nodes")
     raise ValueError("no layout is possible: " + ("; ".join(faults) or "the choices contradict each other"))
 
 
@@ -124,6 +131,7 @@ def no_plan_error(prices: ClusterPrices, space: LayoutSpace, goal: PlannerGoal) 
     shape = prices.workload.shape
     each = {item.value: shape.parameters(item) * prices.workload.weight_bytes for item in prices.kinds}
     layout = least.layout
+    context = f" cp={layout.cp}" if layout.cp > 1 else ""
     return InfeasibleError(
         limit=least.peak.limit,
         best_peak=least.peak.total,
@@ -132,7 +140,7 @@ def no_plan_error(prices: ClusterPrices, space: LayoutSpace, goal: PlannerGoal) 
         ],
         suggestions=(
             f"the closest to fitting is tp={layout.degrees.tp} pp={layout.degrees.pp} "
-            f"dp={layout.degrees.dp}, microbatches of {layout.samples}, {layout.sharding}, "
+            f"dp={layout.degrees.dp}{context}, microbatches of {layout.samples}, {layout.sharding}, "
             f"recompute {layout.recomputation}, {layout.token_slices} token slices",
             "more nodes, or devices with more memory",
             "a smaller global batch, a shorter sequence, or --zero 3 --recomputation full if excluded",

@@ -145,7 +145,7 @@ def device_front(
         found = best_layouts(prices, space, counts=counts, upper=upper)
         totals = [have + more for have, more in zip(totals, _numbers(found), strict=True)]
         if found.plans:
-            while front and front[-1].layout.degrees.world_size == num_devices(counts):
+            while front and front[-1].layout.world_size == num_devices(counts):
                 front.pop()
             front.append(found.plans[0])
         if advance is not None:

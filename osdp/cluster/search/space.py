@@ -1,6 +1,6 @@
 """Space of layouts: degrees, batches, schedules, recomputation, ZeRO stages, and slots of stages.
 
-Every stage has ``tp x dp`` devices. It takes whole nodes, or a whole number of stages share a node::
+Every stage has ``tp x cp x dp`` devices. It takes whole nodes, or a whole number of stages share a node::
 
     stages of 8 devices:   [node 4 GPUs][node 4 GPUs]        2 nodes per stage
     stages of 2 devices:   [s0 s1][s2 s3]                    2 stages share a node of 4 GPUs
@@ -23,6 +23,10 @@ from osdp.cluster.transformer import TransformerShape
 from osdp.plan.dims import ParallelDims
 from osdp.plan.schedules import ONE_STAGE, SCHEDULE_KINDS
 
+#: Tokens of a sequence from which on context parallelism is searched without being asked for; a limit on the
+#: time of a search, not a claim that it is never faster below.
+LONG_SEQUENCE = 2**15
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutSpace:
@@ -32,6 +36,8 @@ class LayoutSpace:
         tp: Tensor-parallel degrees.
         pp: Pipeline degrees.
         dp: Data-parallel degrees.
+        cp: Context-parallel degrees; if empty, powers of two for sequences of at least
+            :data:`LONG_SEQUENCE` tokens, and 1 for shorter ones.
         samples: Samples per microbatch.
         schedules: Names of schedules.
         recompute: Activation recomputation; ``None`` stands for a choice item by item.
@@ -44,6 +50,7 @@ class LayoutSpace:
     tp: tuple[int, ...] = ()
     pp: tuple[int, ...] = ()
     dp: tuple[int, ...] = ()
+    cp: tuple[int, ...] = ()
     samples: tuple[int, ...] = ()
     schedules: tuple[str, ...] = CLUSTER_SCHEDULES
     recompute: tuple[RecomputeLayers | None, ...] = (*RecomputeLayers, None)
@@ -161,11 +168,11 @@ def families(
     for tp in _divisors(math.gcd(*(node.devices for node in used))):
         if (space.tp and tp not in space.tp) or tensor_fault(shape, tp):
             continue
-        for dp in _divisors(math.gcd(world // tp, batch)):
-            pp = world // tp // dp
+        for cp, dp in _replicas(workload, space, world // tp):
+            pp = world // tp // cp // dp
             if (space.dp and dp not in space.dp) or (space.pp and pp not in space.pp):
                 continue
-            cells = cells_of(cluster, counts, tp * dp) if pp <= len(shape.items) else None
+            cells = cells_of(cluster, counts, tp * cp * dp) if pp <= len(shape.items) else None
             if cells is None:
                 continue
             for samples in _divisors(batch // dp):
@@ -173,12 +180,27 @@ def families(
                     continue
                 for slices in space.token_slices:
                     # Token slices shorten the pipeline bubble, and one stage has none.
-                    if slices > 1 and (pp == 1 or slices_fault(shape, slices)):
+                    if slices > 1 and (pp == 1 or cp > 1 or slices_fault(shape, slices)):
                         continue
-                    degrees = ParallelDims(pp, dp, tp)
-                    plain = ParallelLayout(degrees, samples, batch // dp // samples, token_slices=slices)
+                    plain = ParallelLayout(
+                        ParallelDims(pp, dp, tp), samples, batch // dp // samples, token_slices=slices, cp=cp
+                    )
                     if layouts := tuple(_layouts(workload, space, plain)):
                         yield Family(plain, layouts, cells)
+
+
+def _replicas(workload: Workload, space: LayoutSpace, ranks: int) -> Iterator[tuple[int, int]]:
+    """Context- and data-parallel degrees of ``ranks`` ranks that hold all stages."""
+    for cp in _context_degrees(workload, space, ranks):
+        for dp in _divisors(math.gcd(ranks // cp, workload.global_batch)):
+            yield cp, dp
+
+
+def _context_degrees(workload: Workload, space: LayoutSpace, ranks: int) -> list[int]:
+    degrees: Sequence[int] = space.cp or (1,)
+    if not space.cp and workload.shape.sequence >= LONG_SEQUENCE:
+        degrees = [cp for cp in _divisors(ranks) if cp & (cp - 1) == 0]
+    return [cp for cp in degrees if ranks % cp == 0 and not context_fault(workload, cp)]
 
 
 def _layouts(workload: Workload, space: LayoutSpace, plain: ParallelLayout) -> Iterator[ParallelLayout]:
@@ -191,25 +213,25 @@ def _layouts(workload: Workload, space: LayoutSpace, plain: ParallelLayout) -> I
             continue
         if kind.fills_with_ranks and plain.microbatches < degrees.pp:
             continue
-        for zero, recompute in _choices(workload, space, degrees.dp):
+        for zero, recompute in _choices(workload, space, plain.replicas):
             if plain.token_slices > 1 and not (
                 kind.slices and recompute is RecomputeLayers.NONE and zero in (0, 1)
             ):
                 continue
             # Weight gradients that are computed apart can be neither reduced nor cast.
-            alone = degrees.dp == degrees.tp == 1 and workload.weight_bytes == SINGLE
+            alone = plain.stage_ranks == 1 and workload.weight_bytes == SINGLE
             if not kind.splits_backward or (alone and recompute is RecomputeLayers.NONE):
                 yield replace(plain, schedule=schedule, recompute=recompute, zero=zero)
 
 
 def _choices(
-    workload: Workload, space: LayoutSpace, dp: int
+    workload: Workload, space: LayoutSpace, replicas: int
 ) -> list[tuple[int | None, RecomputeLayers | None]]:
     """Pairs of ZeRO stage and recomputation: uniform strategies first, then choices item by item.
 
     A choice item by item includes every uniform value, so that ``None`` replaces them there.
     """
-    zeros = list(space.zero) if dp > 1 else [0]
+    zeros = list(space.zero) if replicas > 1 else [0]
     recomputes = [
         recompute
         for recompute in space.recompute
@@ -234,6 +256,8 @@ def _choices(
 def strategy_faults(space: LayoutSpace, workload: Workload, world: int) -> list[str]:
     """Reasons why the schedules, strategies and token slices of a space exclude each other."""
     faults = []
+    if min(space.cp, default=1) > 1 and min(space.token_slices, default=1) > 1:
+        faults.append("token slices cannot be combined with context parallelism")
     if min(space.token_slices, default=1) > 1:
         if RecomputeLayers.NONE not in space.recompute:
             faults.append("token slices cannot be combined with recomputation")
@@ -252,8 +276,8 @@ def strategy_faults(space: LayoutSpace, workload: Workload, world: int) -> list[
                     f"{schedule} needs {stages} x pp={pp} stages, more than the {items} items there are"
                 )
             for samples in space.samples:
-                tp, dp = (degrees[0] if degrees else 1 for degrees in (space.tp, space.dp))
-                dp = dp if space.dp else world // pp // tp
+                tp, cp, dp = (degrees[0] if degrees else 1 for degrees in (space.tp, space.cp, space.dp))
+                dp = dp if space.dp else world // pp // tp // cp
                 microbatches = workload.global_batch // max(dp, 1) // samples
                 if kind.fills_with_ranks and microbatches < pp:
                     faults.append(f"{schedule} needs at least pp={pp} microbatches, there are {microbatches}")
@@ -267,6 +291,22 @@ def tensor_fault(shape: TransformerShape, tp: int) -> str | None:
             return f"tp={tp} does not divide the {number} {what} of {shape.name}"
     if shape.key_heads % tp:
         return f"tp={tp} does not divide the {shape.key_heads} key-value heads of {shape.name}"
+    return None
+
+
+def context_fault(workload: Workload, cp: int) -> str | None:
+    """Reason why a context-parallel degree is not possible; ``None`` if it is."""
+    shape = workload.shape
+    # Causal attention gives each rank a part of both halves (SequenceParts).
+    parts = 2 * cp if shape.causal else cp
+    if cp == 1:
+        return None
+    if shape.decoder_layers:
+        return f"cp={cp}: encoder-decoders such as {shape.name} are not supported"
+    if not workload.flash:
+        return f"cp={cp} needs FlashAttention: scores of a part of the keys are merged, not stored"
+    if shape.sequence % parts:
+        return f"cp={cp} needs sequences of {parts} equal parts, which {shape.sequence} tokens do not have"
     return None
 
 

@@ -134,6 +134,13 @@ def test_an_estimate_prices_one_layout(words: list[str], capsys: pytest.CaptureF
     assert best != uneven
 
 
+def test_an_estimate_has_context_parallelism(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    degrees = ["--tp", "1", "--pp", "1", "--dp", "2", "--micro-batch", "1"]
+    run("cluster", "estimate", *words, *degrees, "--cp", "2")
+    printed = capsys.readouterr().out
+    assert "1/1/2 cp2" in printed and "context parallelism" in printed
+
+
 def test_memory_is_what_the_target_keeps(words: list[str], tmp_path: Path) -> None:
     degrees = ["--tp", "1", "--pp", "1", "--dp", "4", "--micro-batch", "2"]
     degrees += ["--zero", "0", "--recomputation", "none"]
@@ -213,6 +220,10 @@ def test_a_plan_is_written_that_runs_and_how_to_start_it(
             ["--set", "gated=true", "--out", "plan.json"],
             "has the architecture of gpt2: learnt positions=True where a llama",
         ),
+        (["--cp", "3"], "cp=3 needs sequences of 6 equal parts, which 128 tokens do not have"),
+        (["--cp", "2", "--no-flash"], "cp=2 needs FlashAttention"),
+        (["--cp", "2", "--token-slices", "2"], "token slices cannot be combined with context parallelism"),
+        (["--cp", "2", "--out", "plan.json"], "has no context parallelism: leave --cp 2 out"),
         (["--zero", "4"], "--zero 4: ZeRO has the stages 0, 1, 2, 3, and mixed"),
         (
             ["--every", "--subsets", "--budget", "3", "--steps", "5"],

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from osdp.cluster.cost.layer_work import Kernels, layer_work
+from osdp.cluster.cost.layer_work import Kernels, SequenceParts, layer_work
 from osdp.cluster.cost.links import Ring
 from osdp.cluster.cost.stage import ClusterPrices
 from osdp.cluster.cost.step import price
@@ -52,7 +52,10 @@ def test_slices_shorten_the_fill_as_the_simulated_schedule_says(
 def test_slices_do_and_keep_together_what_the_sequence_does() -> None:
     gpt = shape(sequence=1024, hidden=1024, heads=16)
     for item in (Item.EMBEDDING, Item.LAYER, Item.HEAD):
-        whole, part = (layer_work(gpt, item, 2, 1, Kernels(flash=False), slices=slices) for slices in (1, 4))
+        whole, part = (
+            layer_work(gpt, item, 2, 1, Kernels(flash=False), parts=SequenceParts(slices))
+            for slices in (1, 4)
+        )
         assert 4 * sum(gemm.flops for gemm in part.gemms) == sum(gemm.flops for gemm in whole.gemms)
         assert (4 * part.kept_bytes, 4 * part.output_bytes) == (whole.kept_bytes, whole.output_bytes)
         assert part.kernels == whole.kernels

@@ -11,6 +11,7 @@ from osdp.cluster.cost.step import price
 from osdp.cluster.hardware import Cluster
 from osdp.cluster.plan import ClusterPlan, ParallelLayout, RecomputeLayers, StageSlot, Workload
 from osdp.cluster.search.bound import family_bound, lower_bound
+from osdp.cluster.search.infeasible import check_space
 from osdp.cluster.search.layouts import arrange, best_layouts, every_layout
 from osdp.cluster.search.space import LayoutSpace, cells_of, families
 from osdp.plan.dims import ParallelDims
@@ -135,3 +136,47 @@ def test_narrowing_the_space_narrows_the_answer() -> None:
     assert {(plan.layout.degrees.tp, plan.layout.degrees.pp) for plan in found.plans} == {(2, 4)}
     assert found.plans == best_layouts(prices, space, top=100).plans
     assert best_layouts(prices, space, upper=found.plans[0].step_seconds).plans == ()
+
+
+@pytest.mark.parametrize("cp", [(1, 2, 4), (2,)])
+def test_the_best_rows_with_context_parallelism_are_those_of_the_whole_list(cp: tuple[int, ...]) -> None:
+    space = LayoutSpace(cp=cp)
+    for devices, load in (CASES[0], CASES[2]):
+        prices = ClusterPrices(devices, load)
+        every = [plan for plan in every_layout(prices, space) if _counts(plan)]
+        assert {plan.layout.cp for plan in every} <= set(cp)
+        listed = sorted(plan.step_seconds for plan in every)
+        found = best_layouts(prices, space, top=3)
+        assert [plan.step_seconds for plan in found.plans] == pytest.approx(listed[:3], rel=1e-12)
+        for family in families(devices, devices.counts, load, space):
+            assert family.plain.world_size == devices.num_devices
+            plan = arrange(prices, family.plain, family.cells)
+            if plan is not None:
+                assert family_bound(prices, family) <= plan.step_seconds
+
+
+def test_context_parallelism_is_searched_for_long_sequences() -> None:
+    devices = cluster((node_type(FAST, 2), 2))
+
+    def degrees(sequence: int, **changes: bool) -> set[int]:
+        load = Workload(shape=shape(4, sequence=sequence, positions=0), global_batch=4, **changes)
+        return {family.plain.cp for family in families(devices, devices.counts, load, LayoutSpace())}
+
+    assert degrees(256) == {1}
+    assert degrees(2**15) == {1, 2, 4}
+    assert degrees(2**15, flash=False) == {1}
+
+
+@pytest.mark.parametrize(
+    ("load", "space", "told"),
+    [
+        (workload(), LayoutSpace(cp=(3,)), "cp=3 needs sequences of 6 equal parts"),
+        (workload(), LayoutSpace(cp=(32,), tp=(1,)), "tp=1 x cp=32 does not make the 4 devices"),
+        (ENCODER_DECODER, LayoutSpace(cp=(2,)), "cp=2: encoder-decoders such as small are not supported"),
+        (Workload(shape=shape(), global_batch=8, flash=False), LayoutSpace(cp=(2,)), "needs FlashAttention"),
+        (workload(), LayoutSpace(cp=(2,), token_slices=(4,)), "token slices cannot be combined with context"),
+    ],
+)
+def test_impossible_context_parallelism_is_explained(load: Workload, space: LayoutSpace, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        check_space(ClusterPrices(cluster((node_type(FAST, 2), 2)), load), space)

@@ -62,8 +62,8 @@ def _told(report: ClusterReport, plan: ClusterPlan) -> str:
     dollars = plan.dollars_per_step
     cost = "" if dollars is None else f", {format_dollars(dollars)}"
     return (
-        f"{escape(nodes_text(plan, report.cluster))}, {plan.layout.degrees.world_size} devices<br>"
-        f"{format_seconds(plan.step_seconds)}{cost} a step<br>tp/pp/dp {degrees_text(plan.layout.degrees)}, "
+        f"{escape(nodes_text(plan, report.cluster))}, {plan.layout.world_size} devices<br>"
+        f"{format_seconds(plan.step_seconds)}{cost} a step<br>tp/pp/dp {degrees_text(plan.layout)}, "
         f"peak {format_bytes(plan.peak.total)}"
     )
 

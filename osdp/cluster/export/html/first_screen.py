@@ -15,6 +15,7 @@ _COLOURS = {
     "compute": "#009E73",
     "recomputation": "#56B4E9",
     "tensor parallelism": "#CC79A7",
+    "context parallelism": "#882255",
     "gathers and scatters": "#E69F00",
     "sends": "#D55E00",
     "bubble": "#999999",
@@ -22,7 +23,14 @@ _COLOURS = {
     "embedding": "#A6761D",
     "optimizer": "#0072B2",
 }
-_COMMUNICATION = ("tensor parallelism", "gathers and scatters", "sends", "gradients", "embedding")
+_COMMUNICATION = (
+    "tensor parallelism",
+    "context parallelism",
+    "gathers and scatters",
+    "sends",
+    "gradients",
+    "embedding",
+)
 #: What each ZeRO stage means, as the end of "on the data-parallel copies".
 _ZERO = {
     0: "every copy keeps weights, gradients and optimizer states whole (ZeRO 0)",
@@ -47,7 +55,7 @@ _UNITS = (("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0))
 def first_screen(report: ClusterReport) -> str:
     """The cards, the parts of a step, the decisions in words, and what other nodes would bring."""
     plan, shape = report.plan, report.workload.shape
-    used, there = plan.layout.degrees.world_size, report.cluster.num_devices
+    used, there = plan.layout.world_size, report.cluster.num_devices
     which = f"all {there:,}" if used == there else f"{used:,} of {there:,}"
     facts = [
         ("Does it fit?", _fit(report)),
@@ -119,7 +127,7 @@ def _limits(plan: ClusterPlan) -> str:
     shares = {
         "compute": parts["compute"],
         "recomputation": parts["recomputation"],
-        "communication": sum(parts[name] for name in _COMMUNICATION),
+        "communication": sum(seconds for name, seconds in parts.items() if name in _COMMUNICATION),
         "the pipeline's bubble": parts["bubble"],
         "the optimizer": parts["optimizer"],
     }
@@ -157,7 +165,7 @@ def _decisions(report: ClusterReport) -> str:
     layout, degrees = plan.layout, plan.layout.degrees
     layers = layers_of(plan, load.shape)
     each = f"{min(layers)} to {max(layers)}" if min(layers) < max(layers) else str(layers[0])
-    group = degrees.tp * degrees.dp
+    group = layout.stage_ranks
     lines: list[tuple[str, str, tuple[str, ...]]] = []
     if degrees.pp > 1:
         lines.append(
@@ -182,6 +190,9 @@ def _decisions(report: ClusterReport) -> str:
         )
     else:
         lines.append(("No tensor parallelism", ": layers are not split over devices", ("tp",)))
+    if layout.cp > 1:
+        told = f"Context parallelism over {layout.cp} devices"
+        lines.append((told, ": each has a part of every sequence", ("cp",)))
     slices = f", each sequence in {layout.token_slices} token slices" if layout.token_slices > 1 else ""
     batches = f" of {_count(layout.samples, 'sample')} each, on every copy{slices}"
     lines.append((_count(layout.microbatches, "microbatch", "es"), batches, ("samples", "token_slices")))
@@ -219,6 +230,7 @@ _OTHER = {
     "pp": "another number of stages",
     "dp": "another number of copies",
     "tp": "another tensor-parallel degree",
+    "cp": "another context-parallel degree",
     "samples": "other microbatches",
     "schedules": "another schedule",
     "zero": "another ZeRO stage",
@@ -236,6 +248,7 @@ def other_choice(name: str, plan: ClusterPlan) -> str:
         "pp": _count(degrees.pp, "stage"),
         "dp": f"{degrees.dp} {'copies' if degrees.dp > 1 else 'copy'}",
         "tp": f"tensor parallelism over {degrees.tp}" if degrees.tp > 1 else "no tensor parallelism",
+        "cp": f"context parallelism over {layout.cp}" if layout.cp > 1 else "no context parallelism",
         "samples": f"microbatches of {_count(layout.samples, 'sample')}",
         "schedules": f"schedule {layout.schedule}",
         "zero": sharding,
@@ -265,7 +278,7 @@ def _others(report: ClusterReport) -> str:
     offers: dict[str, ClusterPlan] = {}
     fastest = min(front, key=lambda each: each.step_seconds)
     if fastest.step_seconds < plan.step_seconds * (1 - _NOTICEABLE):
-        whole = plan.layout.degrees.world_size == report.cluster.num_devices
+        whole = plan.layout.world_size == report.cluster.num_devices
         offers["Faster, if nodes may be left out (--subsets)" if whole else "Fastest"] = fastest
     if cheaper := [each for each in front if report.cost(each) < here * (1 - _NOTICEABLE)]:
         compromise = min(cheaper, key=lambda each: each.step_seconds * report.cost(each))

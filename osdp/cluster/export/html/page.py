@@ -21,6 +21,7 @@ _DECISIONS = {
     "pp": "pipeline stages",
     "dp": "data-parallel copies",
     "tp": "tensor parallelism",
+    "cp": "context parallelism",
     "samples": "microbatches",
     "schedules": "schedule",
     "zero": "sharding",
@@ -80,12 +81,12 @@ def _plan_row(report: ClusterReport, rank: int, plan: ClusterPlan) -> Row:
     layout, dollars = plan.layout, plan.dollars_per_step
     slices = f", {layout.token_slices} slices" if layout.token_slices > 1 else ""
     name = _unbroken(nodes_text(plan, report.cluster))
-    devices = layout.degrees.world_size
+    devices = layout.world_size
     return [
         (str(rank), str(rank)),
         (f"{devices:,}", str(devices)),
         (f"<b>{name} (this plan)</b>" if plan == report.plan else name, None),
-        (degrees_text(layout.degrees), None),
+        (degrees_text(layout), None),
         (f"{layout.microbatches} x {layout.samples}{slices}", None),
         (layout.schedule if layout.degrees.pp > 1 else "-", None),
         (layout.sharding, None),
@@ -104,7 +105,7 @@ def _unbroken(nodes: str) -> str:
 
 def _layout(report: ClusterReport) -> str:
     """The devices of each node, with the index that each has along every axis."""
-    plan, degrees = report.plan, report.plan.layout.degrees
+    plan, degrees, cp = report.plan, report.plan.layout.degrees, report.plan.layout.cp
     order = node_order(plan.slots)
     rows, rank = [], 0
     for number, kind in enumerate(order[:_MOST_NODES]):
@@ -116,6 +117,7 @@ def _layout(report: ClusterReport) -> str:
     rest = f"<p>{more} more nodes follow in the same way.</p>" if more else ""
     axes = [f"stages 0 to {degrees.pp - 1} follow each other in the pipeline"] * (degrees.pp > 1)
     axes += ["devices with the same stage and different data indices hold copies"] * (degrees.dp > 1)
+    axes += ["those with different context indices hold parts of the same sequences"] * (cp > 1)
     axes += ["those with different tensor indices hold parts of the same layers"] * (degrees.tp > 1)
     told = "; ".join(axes) or "there is one device"
     return (
@@ -125,10 +127,12 @@ def _layout(report: ClusterReport) -> str:
 
 
 def _device(plan: ClusterPlan, rank: int) -> str:
-    degrees = plan.layout.degrees
-    stage, inside = divmod(rank, degrees.dp * degrees.tp)
-    data, tensor = divmod(inside, degrees.tp)
-    indices = [f"data {data}"] * (degrees.dp > 1) + [f"tensor {tensor}"] * (degrees.tp > 1)
+    degrees, cp = plan.layout.degrees, plan.layout.cp
+    stage, inside = divmod(rank, plan.layout.stage_ranks)
+    outside, tensor = divmod(inside, degrees.tp)
+    data, context = divmod(outside, cp)
+    indices = [f"data {data}"] * (degrees.dp > 1) + [f"context {context}"] * (cp > 1)
+    indices += [f"tensor {tensor}"] * (degrees.tp > 1)
     rest = f"<br>{', '.join(indices)}" if indices else ""
     colour = _STAGES[stage % len(_STAGES)]
     return f'<span class="device" style="border-color:{colour}">stage {stage}{rest}</span>'
@@ -147,7 +151,7 @@ def _decisions(report: ClusterReport) -> str:
         layout = other.layout
         schedule = f", {layout.schedule}" if layout.degrees.pp > 1 else ""
         whole = (
-            f"tp/pp/dp {degrees_text(layout.degrees)}, {layout.microbatches} x {layout.samples}{schedule}, "
+            f"tp/pp/dp {degrees_text(layout)}, {layout.microbatches} x {layout.samples}{schedule}, "
             f"{layout.sharding}, recompute {layout.recomputation}"
         )
         rows.append(
