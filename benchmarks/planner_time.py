@@ -170,7 +170,7 @@ def everything(prices: ClusterPrices) -> Iterator[ClusterPlan]:
                 bounds = (0, *inside, num_items)
                 least = min(stop - start for start, stop in pairwise(bounds))
                 for way, stages in zip(family.layouts, priced, strict=True):
-                    if least >= way.schedule_kind.stages_per_rank:
+                    if least >= way.stages_per_rank:
                         yield price(prices, way, bounds, slots, stages=stages)
 
 

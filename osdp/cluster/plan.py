@@ -10,6 +10,7 @@ from osdp.cluster.transformer import LAYERS, Item, TransformerShape
 from osdp.codec import Savable
 from osdp.plan.dims import ParallelDims
 from osdp.plan.schedules import ONE_STAGE, SCHEDULE_KINDS, ScheduleKind, Size
+from osdp.plan.shard_math import part_sizes
 
 CLUSTER_PLAN_VERSION = 3
 
@@ -153,6 +154,7 @@ class ParallelLayout:
         token_slices: Number of equal slices per sequence, which the stages process as a pipeline.
         cp: Context-parallel degree: ranks that divide every sequence among them. They hold the same weights,
             so that gradients are reduced and states sharded over ``dp x cp`` ranks.
+        virtual_stages: Stages of each pipeline rank, if not the usual number of the schedule; otherwise 0.
     """
 
     degrees: ParallelDims
@@ -163,6 +165,18 @@ class ParallelLayout:
     zero: int | None = 0
     token_slices: int = 1
     cp: int = 1
+    virtual_stages: int = 0
+
+    def __post_init__(self) -> None:
+        if self.virtual_stages and not self.schedule_kind.more_stages:
+            raise ValueError(
+                f"{self.schedule} has a fixed number of stages a rank, not {self.virtual_stages}"
+            )
+
+    @property
+    def stages_per_rank(self) -> int:
+        """Stages of each pipeline rank."""
+        return self.virtual_stages or self.schedule_kind.stages_per_rank
 
     @property
     def replicas(self) -> int:
@@ -216,18 +230,20 @@ class ParallelLayout:
                 f"the cluster planner has no formula for schedule {self.schedule!r}; it has those of "
                 f"{', '.join(CLUSTER_SCHEDULES)}"
             )
-        return self.schedule_kind.bubble / self.token_slices
+        kind = self.schedule_kind
+        # With more stages a rank the bubble shrinks in proportion (Narayanan et al., SC 2021, section 2.2).
+        return kind.bubble * kind.stages_per_rank / self.stages_per_rank / self.token_slices
 
     @property
     def in_flight(self) -> tuple[float, ...]:
         """Microbatches whose activations each pipeline rank holds at once, for all of its stages together."""
-        size = Size(self.degrees.pp, self.microbatches, self.schedule_kind.stages_per_rank, self.token_slices)
+        size = Size(self.degrees.pp, self.microbatches, self.stages_per_rank, self.token_slices)
         return tuple(self.schedule_kind.in_flight(size, rank) for rank in range(size.num_ranks))
 
     @property
     def head_in_flight(self) -> float:
         """Microbatches whose logits the last rank holds; only the last of its stages has logits."""
-        return self.in_flight[-1] if self.schedule_kind.stages_per_rank == 1 else 1.0
+        return self.in_flight[-1] if self.stages_per_rank == 1 else 1.0
 
     @property
     def sharding(self) -> str:
@@ -430,10 +446,12 @@ def num_layers(items: Sequence[Item]) -> int:
 
 
 def chunks(plan: ClusterPlan, shape: TransformerShape) -> list[int]:
-    """Number of layers of each stage (model chunk), in model order; two stages of a rank split its layers."""
+    """Number of layers of each stage (model chunk), in model order; the stages of a rank split its layers."""
     layers = layers_of(plan, shape)
-    if plan.layout.schedule_kind.stages_per_rank == 1:
+    per_rank = plan.layout.stages_per_rank
+    if per_rank == 1:
         return layers
-    # The first stage has the embedding and the last one the head, so these have the smaller halves.
-    first = [number - number // 2 if rank else number // 2 for rank, number in enumerate(layers)]
-    return [*first, *(number - half for number, half in zip(layers, first, strict=True))]
+    # The first stage has the embedding and the last one the head, so these have the smaller parts.
+    parts = [part_sizes(number, per_rank) for number in layers]
+    parts[0] = parts[0][::-1]
+    return [sizes[part] for part in range(per_rank) for sizes in parts]

@@ -149,7 +149,6 @@ def _check(row: dict[str, str]) -> None:
         ("kept in host memory" in row["assumptions"], "activations in host memory"),
         (row["num_experts"] not in ("", "0"), "experts"),
         (row["precision"] == "fp8", "fp8"),
-        (row["virtual_stages"] not in ("", "1", "2"), "more than two interleaved stages of a rank"),
         (row["gpu"] not in known_gpus(), "no data of the GPU"),
         (not row["gpus_per_node"], "NVLink domain of a rack"),
         (not row["vocab_size"], "vocabulary not told"),
@@ -222,7 +221,8 @@ def _layouts(row: dict[str, str], assumed: list[str]) -> Iterator[ParallelLayout
     kinds = [RecomputeLayers(named)] if named else [RecomputeLayers.NONE, RecomputeLayers.FULL]
     assumed += [] if named else ["recomputation"]
     assumed += [] if row["virtual_stages"] else ["not interleaved"]
-    schedule = "interleaved" if row["virtual_stages"] == "2" and degrees.pp > 1 else ONE_STAGE
+    stages = int(row["virtual_stages"] or 1) if degrees.pp > 1 else 1
+    schedule = "interleaved" if stages > 1 else ONE_STAGE
     found = False
     for each in samples:
         if batch % (degrees.dp * each):
@@ -237,6 +237,7 @@ def _layouts(row: dict[str, str], assumed: list[str]) -> Iterator[ParallelLayout
                 recompute=recompute,
                 zero=int(row["zero_stage"] or 0) if degrees.dp * cp > 1 else 0,
                 cp=cp,
+                virtual_stages=stages if stages > 2 else 0,
             )
     if not found:
         raise NotExpressibleError("microbatches that do not divide the batch")

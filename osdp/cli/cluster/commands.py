@@ -111,12 +111,13 @@ def estimate(
         options = ", ".join("--" + name.replace("_", "-") for name in missing)
         raise ValueError(f"an estimate needs {options}, too")
     check_space(prices, space)
-    if request.pp == 1 and request.schedule not in (None, ONE_STAGE):
-        raise ValueError(f"--schedule {request.schedule} needs several stages, but --pp is 1")
+    if request.pp == 1 and request.schedule_name != ONE_STAGE:
+        raise ValueError(f"--schedule {request.schedule_name} needs several stages, but --pp is 1")
     family = next(families(prices.cluster, prices.cluster.counts, prices.workload, space))
     layout: ParallelLayout = replace(
         family.plain,
-        schedule=request.schedule or ONE_STAGE,
+        schedule=request.schedule_name,
+        virtual_stages=0 if request.virtual_stages == 2 else request.virtual_stages or 0,
         recompute=request.recompute_layers,
         zero=request.zero_stage,
     )

@@ -19,8 +19,11 @@ from osdp.cluster.plan import CLUSTER_SCHEDULES, MIXED, RecomputeLayers, Workloa
 from osdp.cluster.search.space import LayoutSpace
 from osdp.cluster.targets import Target, as_trained_by
 from osdp.model.description import DTYPE_BYTES
-from osdp.plan.schedules import SCHEDULE_KINDS
+from osdp.plan.schedules import ONE_STAGE, SCHEDULE_KINDS
 from osdp.text import parse_bytes
+
+#: The schedule that takes any number of stages a rank.
+INTERLEAVED = "interleaved"
 
 _STAGES = ("0", "1", "2", "3")
 
@@ -54,6 +57,10 @@ class ClusterRequest:
     ] = None
     micro_batch: Annotated[int | None, Option(min=1, help="samples per microbatch")] = None
     schedule: Annotated[str | None, Option(help="pipeline schedule")] = None
+    virtual_stages: Annotated[
+        int | None,
+        Option(min=2, help="stages of each pipeline rank if interleaved, by default 2"),
+    ] = None
     recompute: Annotated[
         str | None,
         Option(
@@ -139,6 +146,10 @@ class ClusterRequest:
                 f"schedule {self.schedule!r} computes weight gradients in a separate pass, which 16-bit "
                 "weights do not allow; the cluster planner assumes 16-bit weights"
             )
+        if self.virtual_stages is not None and self.schedule not in (None, INTERLEAVED):
+            raise ValueError(
+                f"--virtual-stages {self.virtual_stages} needs --schedule {INTERLEAVED}, not {self.schedule}"
+            )
         if self.recompute not in (None, MIXED, *RecomputeLayers):
             raise ValueError(
                 f"--recomputation {self.recompute}: there are {', '.join(RecomputeLayers)}, {MIXED}"
@@ -159,11 +170,18 @@ class ClusterRequest:
         )
         if self.schedule is not None:
             space = replace(space, schedules=(self.schedule,))
+        if self.virtual_stages is not None:
+            space = replace(space, schedules=(INTERLEAVED,), virtual_stages=(self.virtual_stages,))
         if self.token_slices is not None:
             space = replace(space, token_slices=(self.token_slices,))
         if self.recompute is not None:
             space = replace(space, recompute=(self.recompute_layers,))
         return space if self.zero is None else replace(space, zero=(self.zero_stage,))
+
+    @property
+    def schedule_name(self) -> str:
+        """Schedule of an estimate: the one given, interleaved for several stages a rank, otherwise 1F1B."""
+        return self.schedule or (INTERLEAVED if self.virtual_stages else ONE_STAGE)
 
     @property
     def zero_stage(self) -> int | None:

@@ -6,7 +6,7 @@ Start at :func:`osdp.cluster.cost.step.price`.
 - ``layer_work``: what one rank computes, keeps and exchanges for a layer
 - ``layer_time``: seconds of a layer: a roofline with a floor of launches
 - ``rates``: shares of its specification that a device reaches, tiles and waves of matrix products
-- ``context_exchange``: keys and values that context-parallel ranks exchange;
+- ``context_exchange``: keys and values that context-parallel ranks exchange
 - ``corrections``: what measured steps add to these rates
 - ``measured_layers``: measured seconds, carried to other batches and degrees
 - ``links``: devices of a stage, the links between them, and collectives over these

@@ -69,7 +69,7 @@ class EvenSteps:
             ValueError: The layers cannot be divided evenly among the stages.
         """
         layers = layers or self._prices.workload.shape.layers
-        strategy = (layout.schedule, layout.recompute, layout.zero)
+        strategy = (layout.schedule, layout.virtual_stages, layout.recompute, layout.zero)
         key = (layers, layout.degrees, layout.cp, layout.samples, layout.token_slices, *strategy)
         if key not in self._stages:
             self._stages[key] = self._stage_seconds(layout, layers)

@@ -96,7 +96,7 @@ def border_seconds(
     # Between nodes the slower of the sender's and the receiver's link counts.
     links = (after.within,) if same_node else (before.between, after.between)
     # Forward and backward. An interleaved rank sends for each of its stages.
-    messages = 2 * layout.schedule_kind.stages_per_rank * layout.token_slices
+    messages = 2 * layout.stages_per_rank * layout.token_slices
     return messages * (max(link.seconds(sent) for link in links) + gathered)
 
 
@@ -125,7 +125,7 @@ def wrap_seconds(
 
     Over the slowest link.
     """
-    per_rank = layout.schedule_kind.stages_per_rank
+    per_rank = layout.stages_per_rank
     if per_rank == 1 or layout.degrees.pp == 1:
         return 0.0
     nbytes = float(prices.work(Item.LAYER, layout).output_bytes)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from itertools import groupby, pairwise
 
-from osdp.cluster.export.table import degrees_text, interval_text
+from osdp.cluster.export.table import degrees_text, interval_text, schedule_text
 from osdp.cluster.hardware import Cluster
 from osdp.cluster.plan import (
     ClusterPlan,
@@ -28,7 +28,7 @@ def breakdown(plan: ClusterPlan, cluster: Cluster, shape: TransformerShape) -> s
         Lines of at most 110 columns.
     """
     layout = plan.layout
-    schedule = f"{layout.schedule}, " if layout.degrees.pp > 1 else ""
+    schedule = f"{schedule_text(layout)}, " if layout.degrees.pp > 1 else ""
     head = (
         f"{shape.name}: tp/pp/dp {degrees_text(layout)}, {_batches(plan)} of "
         f"{layout.samples}{_slices(plan)}, {schedule}{layout.sharding}, recompute {layout.recomputation}"
@@ -57,7 +57,7 @@ def breakdown(plan: ClusterPlan, cluster: Cluster, shape: TransformerShape) -> s
 def step_parts(plan: ClusterPlan) -> tuple[tuple[str, float, str], ...]:
     """Parts of a step as (name, seconds, meaning); they sum to the step."""
     layout, seconds, degrees = plan.layout, plan.seconds, plan.layout.degrees
-    stages = f"{layout.schedule}: {degrees.pp} stages, {_batches(plan)}{_slices(plan)}"
+    stages = f"{schedule_text(layout)}: {degrees.pp} stages, {_batches(plan)}{_slices(plan)}"
     replicas, context = f"{degrees.dp} data-parallel ranks", []
     if layout.cp > 1:
         replicas = f"{degrees.dp} x {layout.cp} data- and context-parallel ranks"

@@ -86,7 +86,7 @@ def megatron(plan: ClusterPlan, shape: TransformerShape) -> Export:
     if recomputes == {RecomputeLayers.NONE, RecomputeLayers.FULL}:
         # "block" recomputes the first layers of each pipeline stage; with the interleaved schedule the number
         # applies to each of a rank's stages.
-        stages = layout.schedule_kind.stages_per_rank
+        stages = layout.stages_per_rank
         most = max(-(-number // stages) for number in _num_recomputed(plan, shape))
         text.append("--recompute-granularity full --recompute-method block")
         text.append(f"--recompute-num-layers {most}")
@@ -108,7 +108,7 @@ def megatron(plan: ClusterPlan, shape: TransformerShape) -> Export:
         text.append(f"--pipeline-model-parallel-layout '{_megatron_layout(plan, shape)}'")
     if layout.schedule not in _MEGATRON_SCHEDULES:
         notes.append(f"schedule {layout.schedule}: it runs 1F1B")
-    elif layout.schedule_kind.stages_per_rank > 1 and layout.microbatches % degrees.pp:
+    elif layout.stages_per_rank > 1 and layout.microbatches % degrees.pp:
         notes.append(
             f"{layout.schedule} with {layout.microbatches} microbatches, not a multiple of {degrees.pp} "
             "stages"

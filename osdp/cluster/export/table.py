@@ -85,6 +85,7 @@ def _row(
         "recompute": layout.recomputation,
         "token slices": layout.token_slices,
         "cp": layout.cp,
+        "stages a rank": layout.stages_per_rank,
     }
 
 
@@ -157,7 +158,7 @@ def _cells(rank: int, plan: ClusterPlan, cluster: Cluster, steps: int | None) ->
         degrees_text(plan.layout),
         f"{layout.microbatches} x {layout.samples}"
         + (f",\n{layout.token_slices} slices" if layout.token_slices > 1 else ""),
-        layout.schedule if layout.degrees.pp > 1 else "-",
+        schedule_text(layout) if layout.degrees.pp > 1 else "-",
         layout.sharding,
         layout.recomputation,
         f"{format_seconds(plan.step_seconds)}\n{interval_text(plan.step_interval, format_seconds)}",
@@ -203,6 +204,11 @@ def degrees_text(layout: ParallelLayout) -> str:
     """Degrees of tensor, pipeline, data and context parallelism, such as ``1/16/2``, or ``1/16/2 cp4``."""
     degrees = layout.degrees
     return f"{degrees.tp}/{degrees.pp}/{degrees.dp}" + (f" cp{layout.cp}" if layout.cp > 1 else "")
+
+
+def schedule_text(layout: ParallelLayout) -> str:
+    """The schedule, with the number of stages a rank if that is not the usual one: ``interleaved x4``."""
+    return layout.schedule + (f" x{layout.virtual_stages}" if layout.virtual_stages else "")
 
 
 def csv_table(rows: Sequence[dict[str, Any]]) -> str:

@@ -197,7 +197,7 @@ def _cell_kind(
         )
 
     first = np.arange(len(border))
-    possible = first[None, :] - first[:, None] >= layout.schedule_kind.stages_per_rank
+    possible = first[None, :] - first[:, None] >= layout.stages_per_rank
     known: dict[int, tuple[Floats, Floats]] = {}
 
     def at(rank: int) -> StageTables:

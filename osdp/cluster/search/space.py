@@ -45,6 +45,7 @@ class LayoutSpace:
         token_slices: Numbers of slices that the sequences of causal models may be cut into, with schedules
             that support them, without recomputation, and with ZeRO 0 or 1 (2 and 3 would communicate for
             every slice).
+        virtual_stages: Stages of each pipeline rank, with schedules that take any number of them.
     """
 
     tp: tuple[int, ...] = ()
@@ -56,6 +57,7 @@ class LayoutSpace:
     recompute: tuple[RecomputeLayers | None, ...] = (*RecomputeLayers, None)
     zero: tuple[int | None, ...] = (0, 1, 2, 3, None)
     token_slices: tuple[int, ...] = (1, 2, 4, 8, 16)
+    virtual_stages: tuple[int, ...] = (2,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,11 +207,9 @@ def _context_degrees(workload: Workload, space: LayoutSpace, ranks: int) -> list
 
 def _layouts(workload: Workload, space: LayoutSpace, plain: ParallelLayout) -> Iterator[ParallelLayout]:
     shape, degrees = workload.shape, plain.degrees
-    for schedule in space.schedules if degrees.pp > 1 else (ONE_STAGE,):
+    for schedule, stages in _schedules(space) if degrees.pp > 1 else ((ONE_STAGE, 1),):
         kind = SCHEDULE_KINDS[schedule]
-        if kind.stages_per_rank > 1 and (
-            shape.decoder_layers or kind.stages_per_rank * degrees.pp > len(shape.items)
-        ):
+        if stages > 1 and (shape.decoder_layers or stages * degrees.pp > len(shape.items)):
             continue
         if kind.fills_with_ranks and plain.microbatches < degrees.pp:
             continue
@@ -221,7 +221,21 @@ def _layouts(workload: Workload, space: LayoutSpace, plain: ParallelLayout) -> I
             # Weight gradients that are computed apart can be neither reduced nor cast.
             alone = plain.stage_ranks == 1 and workload.weight_bytes == SINGLE
             if not kind.splits_backward or (alone and recompute is RecomputeLayers.NONE):
-                yield replace(plain, schedule=schedule, recompute=recompute, zero=zero)
+                yield replace(
+                    plain,
+                    schedule=schedule,
+                    recompute=recompute,
+                    zero=zero,
+                    virtual_stages=0 if stages == kind.stages_per_rank else stages,
+                )
+
+
+def _schedules(space: LayoutSpace) -> Iterator[tuple[str, int]]:
+    """Schedules with each number of stages a rank that they may have."""
+    for schedule in space.schedules:
+        kind = SCHEDULE_KINDS[schedule]
+        for stages in space.virtual_stages if kind.more_stages else (kind.stages_per_rank,):
+            yield schedule, stages
 
 
 def _choices(
@@ -267,7 +281,7 @@ def strategy_faults(space: LayoutSpace, workload: Workload, world: int) -> list[
             faults.append(f"token slices cannot be combined with {', '.join(space.schedules)}")
     for schedule in space.schedules if len(space.schedules) == 1 else ():
         kind, items = SCHEDULE_KINDS[schedule], len(workload.shape.items)
-        stages = kind.stages_per_rank
+        stages = min(space.virtual_stages) if kind.more_stages else kind.stages_per_rank
         if stages > 1 and workload.shape.decoder_layers:
             faults.append(f"{schedule} does not support encoder-decoders such as {workload.shape.name}")
         for pp in space.pp:

@@ -220,6 +220,8 @@ def test_a_plan_is_written_that_runs_and_how_to_start_it(
             ["--set", "gated=true", "--out", "plan.json"],
             "has the architecture of gpt2: learnt positions=True where a llama",
         ),
+        (["--virtual-stages", "3", "--schedule", "1f1b"], "needs --schedule interleaved, not 1f1b"),
+        (["--virtual-stages", "4", "--pp", "2"], "interleaved needs 4 x pp=2 stages, more than the 6 items"),
         (["--cp", "3"], "cp=3 needs sequences of 6 equal parts, which 128 tokens do not have"),
         (["--cp", "2", "--no-flash"], "cp=2 needs FlashAttention"),
         (["--cp", "2", "--token-slices", "2"], "token slices cannot be combined with context parallelism"),

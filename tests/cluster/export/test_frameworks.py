@@ -44,3 +44,17 @@ def test_the_breakdown_adds_up_with_the_exchanges() -> None:
     text = breakdown(plan, NODES, LOAD.shape)
     assert "tp/pp/dp 1/2/2 cp2" in text and "over 2 x 2 data- and context-parallel ranks" in text
     assert max(map(len, text.splitlines())) <= 110
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_stages_of_a_rank_are_exported_in_model_order(stages: int) -> None:
+    layout = ParallelLayout(
+        ParallelDims(2, 4, 1), 1, 2, "interleaved", virtual_stages=0 if stages == 2 else stages
+    )
+    load = workload(13, global_batch=8)
+    plan = price(ClusterPrices(NODES, load), layout, (0, 8, 15), [StageSlot((1,))] * 2)
+    megatron, *_, torchtitan = exports(plan, load.shape)
+    # Ranks have seven and six layers; the embedding's stage has no more than others of its rank.
+    parts = {2: "Ettt|ttt|tttt|tttL", 3: "Ett|tt|tt|tt|ttt|ttL", 4: "Et|tt|tt|tt|tt|t|tt|tL"}[stages]
+    assert f"--pipeline-model-parallel-layout '{parts}'" in megatron.text
+    assert torchtitan.text.count("tok_embeddings") == 1 and "Interleaved1F1B" in torchtitan.text

@@ -180,3 +180,37 @@ def test_context_parallelism_is_searched_for_long_sequences() -> None:
 def test_impossible_context_parallelism_is_explained(load: Workload, space: LayoutSpace, told: str) -> None:
     with pytest.raises(ValueError, match=told):
         check_space(ClusterPrices(cluster((node_type(FAST, 2), 2)), load), space)
+
+
+@pytest.mark.parametrize("stages", [(3,), (2, 3, 4)])
+def test_the_best_rows_with_more_stages_a_rank_are_those_of_the_whole_list(stages: tuple[int, ...]) -> None:
+    space = LayoutSpace(virtual_stages=stages, schedules=("1f1b", "interleaved"), token_slices=(1,))
+    seen: set[int] = set()
+    for devices, load in (CASES[0], (cluster((node_type(SLOW, 4), 1)), workload(14))):
+        prices = ClusterPrices(devices, load)
+        every = [plan for plan in every_layout(prices, space) if plan.fits]
+        seen |= {plan.layout.stages_per_rank for plan in every}
+        found = best_layouts(prices, space, top=3)
+        listed = sorted(plan.step_seconds for plan in every)
+        assert [plan.step_seconds for plan in found.plans] == pytest.approx(listed[:3], rel=1e-12)
+        for family in families(devices, devices.counts, load, space):
+            for way in family.layouts:
+                plan = arrange(prices, way, family.cells)
+                if plan is not None:
+                    assert family_bound(prices, family) <= plan.step_seconds
+                    assert lower_bound(prices, way, family.cells) <= plan.step_seconds
+                    assert all(b - a >= way.stages_per_rank for a, b in pairwise(plan.bounds))
+    assert seen == {1, *stages}
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4, 8])
+def test_stages_of_a_rank_divide_the_bubble(stages: int) -> None:
+    layout = ParallelLayout(
+        ParallelDims(4, 1, 1), 1, 8, "interleaved", virtual_stages=0 if stages == 2 else stages
+    )
+    assert layout.bubble_share == pytest.approx(1 / stages)
+    # The warm-up of Narayanan et al.: 2 (p - 1 - r) + (v - 1) p forwards, and one more, of a v-th each.
+    held = [(2 * (3 - rank) + (stages - 1) * 4 + 1) / stages for rank in range(4)]
+    assert layout.in_flight == pytest.approx(held)
+    with pytest.raises(ValueError, match="1f1b has a fixed number of stages a rank, not 3"):
+        ParallelLayout(ParallelDims(4, 1, 1), 1, 8, virtual_stages=3)

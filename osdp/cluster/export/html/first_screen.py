@@ -203,7 +203,7 @@ def _decisions(report: ClusterReport) -> str:
 
 def _schedule(plan: ClusterPlan) -> str:
     layout = plan.layout
-    held = layout.schedule_kind.stages_per_rank
+    held = layout.stages_per_rank
     chunks = f"{held} parts of the model on each stage's devices, " if held > 1 else ""
     return f"{chunks}{plan.seconds.bubble / plan.step_seconds:.0%} of a step is bubble"
 

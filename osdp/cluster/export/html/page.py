@@ -8,7 +8,7 @@ from osdp.cluster.export.breakdown import slot_text, step_parts
 from osdp.cluster.export.html.charts import front_chart, stage_chart
 from osdp.cluster.export.html.first_screen import first_screen, other_choice
 from osdp.cluster.export.launch_scripts import node_order
-from osdp.cluster.export.table import degrees_text, nodes_text
+from osdp.cluster.export.table import degrees_text, nodes_text, schedule_text
 from osdp.cluster.plan import ClusterPlan, layers_of
 from osdp.report.html.document import chart, html_document, table
 from osdp.text import format_bytes, format_dollars, format_seconds
@@ -88,7 +88,7 @@ def _plan_row(report: ClusterReport, rank: int, plan: ClusterPlan) -> Row:
         (f"<b>{name} (this plan)</b>" if plan == report.plan else name, None),
         (degrees_text(layout), None),
         (f"{layout.microbatches} x {layout.samples}{slices}", None),
-        (layout.schedule if layout.degrees.pp > 1 else "-", None),
+        (schedule_text(layout) if layout.degrees.pp > 1 else "-", None),
         (layout.sharding, None),
         (layout.recomputation, None),
         (format_seconds(plan.step_seconds), repr(plan.step_seconds)),
@@ -149,7 +149,7 @@ def _decisions(report: ClusterReport) -> str:
             )
             continue
         layout = other.layout
-        schedule = f", {layout.schedule}" if layout.degrees.pp > 1 else ""
+        schedule = f", {schedule_text(layout)}" if layout.degrees.pp > 1 else ""
         whole = (
             f"tp/pp/dp {degrees_text(layout)}, {layout.microbatches} x {layout.samples}{schedule}, "
             f"{layout.sharding}, recompute {layout.recomputation}"
