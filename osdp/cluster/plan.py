@@ -225,12 +225,12 @@ class ParallelLayout:
         Raises:
             ValueError: There is no formula for the schedule.
         """
-        if self.schedule_kind.bubble is None:
+        kind = self.schedule_kind
+        if kind.bubble is None:
             raise ValueError(
                 f"the cluster planner has no formula for schedule {self.schedule!r}; it has those of "
                 f"{', '.join(CLUSTER_SCHEDULES)}"
             )
-        kind = self.schedule_kind
         # With more stages a rank the bubble shrinks in proportion (Narayanan et al., SC 2021, section 2.2).
         return kind.bubble * kind.stages_per_rank / self.stages_per_rank / self.token_slices
 
