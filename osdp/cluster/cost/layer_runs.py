@@ -38,7 +38,7 @@ class RunBatch:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Memory of stages in bytes, by the parts of :class:`osdp.cluster.plan.StageBytes`."""
+    """Memory of stages in bytes, by the parts of :class:`osdp.cluster.predicted.StageBytes`."""
 
     weights: Floats
     gradients: Floats

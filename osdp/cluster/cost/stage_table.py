@@ -10,7 +10,8 @@ from osdp.cluster.cost.item_prices import ItemPrices
 from osdp.cluster.cost.layer_runs import RunBatch, RunPrices, Sizes
 from osdp.cluster.cost.mixed_runs import MixedStages, mixed_stages
 from osdp.cluster.cost.stage import ClusterPrices, Floats
-from osdp.cluster.plan import LayerRun, ParallelLayout, StageBytes, StageSlot
+from osdp.cluster.plan import LayerRun, ParallelLayout, StageSlot
+from osdp.cluster.predicted import StageBytes
 
 
 @dataclass(frozen=True)

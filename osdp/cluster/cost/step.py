@@ -12,7 +12,8 @@ from itertools import pairwise
 from osdp.cluster.cost.links import Ring, SlotHardware
 from osdp.cluster.cost.stage import ClusterPrices
 from osdp.cluster.cost.stage_table import StagePricer
-from osdp.cluster.plan import ClusterPlan, ParallelLayout, StageSlot, StepSeconds, Workload
+from osdp.cluster.plan import ClusterPlan, ParallelLayout, StageSlot, Workload
+from osdp.cluster.predicted import StepSeconds
 from osdp.cluster.transformer import Item
 
 #: Relative rounding of sums that are added up in different orders.

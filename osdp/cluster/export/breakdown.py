@@ -10,10 +10,10 @@ from osdp.cluster.plan import (
     LayerRun,
     LayerStrategy,
     RecomputeLayers,
-    StageBytes,
     StageSlot,
     layers_of,
 )
+from osdp.cluster.predicted import StageBytes
 from osdp.cluster.transformer import TransformerShape
 from osdp.text import align, format_bytes, format_dollars, format_seconds, wrapped
 

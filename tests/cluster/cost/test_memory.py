@@ -8,7 +8,8 @@ import pytest
 from osdp.cluster.cost.layer_work import Kernels, layer_work
 from osdp.cluster.cost.stage import ClusterPrices
 from osdp.cluster.cost.step import price
-from osdp.cluster.plan import ParallelLayout, RecomputeLayers, StageBytes, StageSlot, Workload
+from osdp.cluster.plan import ParallelLayout, RecomputeLayers, StageSlot, Workload
+from osdp.cluster.predicted import StageBytes
 from osdp.cluster.transformer import Item
 from osdp.plan.dims import ParallelDims
 from tests.helpers.clusters import FAST, cluster, node_type, shape, workload
