@@ -11,7 +11,7 @@ has no buffers (:mod:`benchmarks.support.memory_oracle`); so are full-size model
 own count. They have a summary of their own. Left out: bfloat16 on models with batch norm, which torch cannot
 run on CPU.
 
-    python -m benchmarks.memory_accuracy [--quick] [--json FILE] [--device cuda]
+    python -m benchmarks.memory_accuracy [--quick] [--json FILE [--resume]] [--device cuda]
 """
 
 import sys
@@ -122,6 +122,11 @@ class Point:
     training: Training
 
     @property
+    def name(self) -> str:
+        """Its row's name."""
+        return f"{self.case} {self.plan_name} N={self.ranks} {label(self.training)}"
+
+    @property
     def plan_name(self) -> str:
         """The plan in a few words."""
         if isinstance(self.plan, float):
@@ -183,7 +188,7 @@ def plan_of(point: Point, setting: Setting) -> Plan:
 def row_of(point: Point, plan: Plan) -> Row:
     """What is known of ``point`` before it is measured."""
     return {
-        "name": f"{point.case} {point.plan_name} N={point.ranks} {label(point.training)}",
+        "name": point.name,
         "case": point.case,
         "world_size": point.ranks.world_size,
         "ranks": str(point.ranks),
@@ -267,10 +272,12 @@ def in_turns(points: Sequence[Point]) -> list[list[Point]]:
 
 def measure(options: Options) -> Result:
     torch.set_num_threads(1)
-    turns = in_turns(list(grid(options)))
+    everything = list(grid(options))
     settings: dict[tuple[str, str | None], Setting] = {}
-    sizes = [point.ranks.world_size for points in turns for point in points]
-    result = Result(options, world_size=max(sizes), backend="fake" if options.device == "cuda" else "gloo")
+    size = max(point.ranks.world_size for point in everything)
+    result = Result(options, world_size=size, backend="fake" if options.device == "cuda" else "gloo")
+    measured = result.keep()
+    turns = in_turns([point for point in everything if point.name not in measured])
     for points in harness.progress(turns, len(turns), "memory_accuracy"):
         cases = {point.case for point in points}
         settings = {key: setting for key, setting in settings.items() if key[0] in cases}
@@ -290,7 +297,9 @@ def measure(options: Options) -> Result:
         for case in ENFORCED[:1] if options.quick else ENFORCED:
             setting = make_setting(CASES[case], training)
             for plan in plans[:1] if options.quick else plans:
-                result.add(*check_enforced(Point(case, GLOO[0], plan, training), setting))
+                point = Point(case, GLOO[0], plan, training)
+                if f"{point.name} within 1 of its prediction" not in measured:
+                    result.add(*check_enforced(point, setting))
     result.summary = summarize(result.rows, options.device)
     return result
 
@@ -328,7 +337,7 @@ def _cells(row: Row) -> list[object]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    result = measure(harness.parse_options("memory_accuracy", __doc__, arguments))
+    result = measure(harness.parse_options("memory_accuracy", __doc__, arguments, resumes=True))
     columns = [
         "model",
         "plan",
