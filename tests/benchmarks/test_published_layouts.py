@@ -51,10 +51,8 @@ def test_seconds_follow_from_rates_where_they_are_not_told() -> None:
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"cp": "2"}, "context parallelism"),
         ({"num_experts": "8"}, "experts"),
         ({"precision": "fp8"}, "fp8"),
-        ({"virtual_stages": "3"}, "interleaved"),
         ({"gpu": "TPU"}, "no data of the GPU"),
         ({"assumptions": "checkpoints are kept in host memory"}, "activations in host memory"),
         ({"interconnect": "pigeons"}, "pigeons"),
@@ -64,6 +62,14 @@ def test_seconds_follow_from_rates_where_they_are_not_told() -> None:
 def test_rows_without_terms_say_why(fields: dict[str, str], reason: str) -> None:
     with pytest.raises(NotExpressibleError, match=reason):
         case_of(changed(KORTHIKANTI, **fields))
+
+
+def test_layouts_have_the_context_ranks_and_the_stages_a_rank_that_are_told() -> None:
+    row = ROWS[KORTHIKANTI]
+    plain = case_of(row).layouts[0]
+    assert plain.cp == 1
+    told = case_of(changed(KORTHIKANTI, cp="2", pp="2", dp="1", virtual_stages="3")).layouts[0]
+    assert (told.cp, told.stages_per_rank, told.world_size) == (2, 3, 4 * told.degrees.tp)
 
 
 def test_what_a_source_tells_of_a_model_is_taken() -> None:
