@@ -26,6 +26,7 @@ from osdp.profiler import optimizer, segments
 from osdp.profiler.cache import DEFAULT_CACHE_DIR, MeasurementCache, user_folder
 from osdp.profiler.links import axis_links
 from osdp.profiler.links import detect as collectives
+from osdp.profiler.links.fitting import fit
 from tests.helpers.distributed import run
 
 LINK = PointToPointLink(1e-3, 1e9)
@@ -286,7 +287,7 @@ def test_a_second_start_measures_nothing(tmp_path: Path) -> None:
 
 
 def _starts_on_a_busy_machine(folder: str) -> list[str]:
-    latency, bandwidth, _ = collectives.fit([1000, 2000, 4000], [3.0, 2.0, 1.0])
+    latency, bandwidth, _ = fit([1000, 2000, 4000], [3.0, 2.0, 1.0])
     devices = DeviceInfo(
         memory_limit=1, devices_per_node=2, links=(Link("all_reduce", "world", 2, latency, bandwidth),)
     )
