@@ -242,7 +242,8 @@ class Training:
         flags = {key: groups[0].get(key) for key in ("foreach", "fused")}
         if flags == dict.fromkeys(flags) and _has_tensors(groups):
             # No kernel of torch reads them on a CPU; on accelerators torch refuses them.
-            flags["foreach"] = False if groups[0]["params"][0].device.type == "cpu" else None
+            kinds = {parameter.device.type for group in groups for parameter in group["params"]}
+            flags["foreach"] = False if "cpu" in kinds else None
         return cls(**{"optimizer": name, **read, **flags, **options})
 
     @property
@@ -425,7 +426,8 @@ def _local_sizes(optimizer: "Optimizer") -> dict[str, list[int]]:
 def _has_tensors(groups: Sequence[dict[str, Any]]) -> bool:
     """Whether a number of the step, such as a learning rate, is a tensor."""
     numbers = (value for group in groups for value in (*group.values(), *group.get("betas", ())))
-    return any(hasattr(value, "device") for value in numbers)
+    # What NumPy calls a number has a device, too.
+    return any(hasattr(value, "requires_grad") for value in numbers)
 
 
 def _any(groups: Sequence[dict[str, Any]], option: str) -> bool:

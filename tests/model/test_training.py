@@ -2,6 +2,7 @@
 
 import importlib
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -130,6 +131,14 @@ def test_memory_suffices_for_a_learning_rate_that_is_a_tensor() -> None:
     assert read.implementation("cpu") == FOR_LOOP
     chosen = torch.optim.AdamW(parameters, lr=torch.tensor(1e-3), foreach=False)
     assert Training.from_optimizer(chosen) == read
+
+    # A float of NumPy is a float, and a group may be empty.
+    def groups() -> list[dict[str, list[nn.Parameter]]]:
+        return [{"params": []}, {"params": parameters}]
+
+    by_default = Training.from_optimizer(torch.optim.AdamW(parameters))
+    assert Training.from_optimizer(torch.optim.AdamW(groups(), lr=np.float64(1e-3))) == by_default
+    assert Training.from_optimizer(torch.optim.AdamW(groups(), lr=torch.tensor(1e-3))) == read
 
 
 @pytest.mark.parametrize("training", VARIANTS, ids=label)
