@@ -10,6 +10,7 @@ from osdp import OSDP
 from tests.helpers.distributed import run
 from tests.helpers.nets import Net, loss_of, tokens
 from tests.helpers.plans import offload, plan_by_hand
+from tests.helpers.training import ALL_USED
 from tests.test_offload import meta_and_checkpoint
 from tests.test_parity import LAYOUTS, all_faults, cases, offload_cases, pairs
 
@@ -26,7 +27,9 @@ def faults_on_gpu(part: list[Any]) -> list[str]:
 
 
 def test_every_plan_trains_as_a_single_process_on_a_gpu() -> None:
-    results = run(2, faults_on_gpu, cases(pairs)[::2], backend="cpu:gloo,cuda:gloo", timeout=170, fresh=True)
+    # Ranks that share a GPU need gloo, which sends no CUDA tensors from rank to rank.
+    possible = [case for case in cases(pairs) if "step sharded" not in case.layout]
+    results = run(2, faults_on_gpu, possible[::2], backend="cpu:gloo,cuda:gloo", timeout=170, fresh=True)
     assert [fault for rank in results for fault in rank] == []
 
 
@@ -43,7 +46,9 @@ def offloaded_from_meta() -> float:
     difference = meta_and_checkpoint()
     modes, groups = LAYOUTS["mixed blocks"]
     net = Net(gated=False)
-    model = OSDP(net, plan=offload(plan_by_hand(net, modes, dist.get_world_size(), groups=groups)))
+    model = OSDP(
+        net, plan=offload(plan_by_hand(net, modes, dist.get_world_size(), groups=groups)), **ALL_USED
+    )
     loss_of(model(tokens(0, 2, 6)), tokens(0, 2, 6)).backward()
     devices = {parameter.grad.device.type for parameter in model.parameters() if parameter.grad is not None}
     assert devices == {"cpu", "cuda"}, "some gradients are on the host, the others on the device"

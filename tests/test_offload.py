@@ -29,6 +29,7 @@ from tests.helpers.distributed import run
 from tests.helpers.nets import Net, loss_of, tokens
 from tests.helpers.plans import offload, plan_by_hand
 from tests.helpers.problems import random_device, random_model
+from tests.helpers.training import ALL_USED
 from tests.test_parity import LAYOUTS
 
 HOST_TOO = SearchOptions(offload=True)
@@ -146,7 +147,7 @@ def planned_and_trained() -> tuple[bool, float, float]:
     )
     tight = replace(device, memory_limit=int(on_device) - 1)
     plan = make_plan(None, model_desc, tight, training=training, profile=profile, slices=(2,))
-    model = OSDP(net, plan=plan)
+    model = OSDP(net, plan=plan, **ALL_USED)
     for module in (plain, model):
         optimizer = torch.optim.AdamW(module.parameters(), lr=0.02)
         for _ in range(3):
@@ -186,7 +187,7 @@ def meta_and_checkpoint() -> float:
         with torch.device("meta"):
             net = Net(gated=False)
         plan = plan_by_hand(net, modes, dist.get_world_size(), groups=groups)
-        model = OSDP(net, plan=offload(plan) if away else plan)
+        model = OSDP(net, plan=offload(plan) if away else plan, **ALL_USED)
         loss_of(model(tokens(0, 2, 6)), tokens(0, 2, 6)).backward()
         states.append(whole_state_dict(model))
     if dist.get_rank():

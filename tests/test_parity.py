@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from allpairspy import AllPairs
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from osdp.plan.plan import Plan
@@ -26,6 +27,7 @@ from osdp.runtime import apply
 from tests.helpers.distributed import run
 from tests.helpers.nets import Net, loss_of, tokens
 from tests.helpers.plans import ROOT, in_groups, offload, plan_by_hand, split, step_by_exchange
+from tests.helpers.training import ALL_USED
 
 STEPS = 2
 TOLERANCE = 1e-5
@@ -256,7 +258,7 @@ def train(case: Case) -> tuple[list[float], dict[str, Any], dict[str, Any]]:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(float(rank))  # rank 0's values count
-    applied = apply(model, plan_of(case, model, world_size))
+    applied = apply(model, plan_of(case, model, world_size), **ALL_USED)
     optimizer = OPTIMIZERS[case.optimizer](model.parameters())
     micro = 1 if case.accumulate == "none" else 3
     losses = []
@@ -274,7 +276,16 @@ def train(case: Case) -> tuple[list[float], dict[str, Any], dict[str, Any]]:
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    mesh = tensor.device_mesh
+    if mesh.device_type == "cpu":
+        return tensor.full_tensor()
+    # Gloo crashes in the functional all-gather of a CUDA tensor (torch 2.11).
+    host, local = init_device_mesh("cpu", tuple(mesh.shape)), tensor.to_local().cpu()
+    shape, stride = tensor.shape, tensor.stride()
+    on_host = DTensor.from_local(local, host, tensor.placements, run_check=False, shape=shape, stride=stride)
+    return on_host.full_tensor().to(mesh.device_type)
 
 
 def difference(got: torch.Tensor | None, want: torch.Tensor | None) -> float:

@@ -28,6 +28,7 @@ from osdp.hardware.device_info import COLLECTIVES
 from osdp.hardware.profile import Profile
 from osdp.profiler.cache import MeasurementCache
 from osdp.profiler.measure import profile_model
+from osdp.runtime.sharding.fsdp_units import can_count_unused_as_zero
 
 BASELINES = ("ddp", "fsdp2", "fsdp2-keep")
 
@@ -41,6 +42,9 @@ FSDP2 = {
 
 #: Steps before one is measured: optimizer states are there then, and lazily made buffers.
 WARMUP = 2
+
+#: All parameters of all cases get gradients, and no torch before 2.12 can shard them otherwise.
+_UNUSED: dict[str, Any] = {} if can_count_unused_as_zero() else {"find_unused_parameters": False}
 
 #: A limit that never binds.
 UNLIMITED = 2**50
@@ -129,9 +133,8 @@ class Candidate:
             reshard, recompute = FSDP2[self.kind]
             return fsdp2(model, self.case, mesh, reshard=reshard, recompute=recompute)
         assert self.osdp is not None
-        return OSDP(
-            model, self.osdp.model_desc, self.osdp.device, training=self.training, plan=self.osdp.plan
-        )
+        found = self.osdp
+        return OSDP(model, found.model_desc, found.device, training=self.training, plan=found.plan, **_UNUSED)
 
     def prepare(self, mesh: DeviceMesh) -> TrainStep:
         """A fresh model and optimizer, as a function of the step's number."""

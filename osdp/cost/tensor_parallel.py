@@ -129,6 +129,7 @@ def _part_pass(whole: Work, part: Work, profile: PassProfile, batch: int) -> Pas
         seconds=profile.seconds * _share(whole, part, batch),
         live_bytes=math.ceil(live),
         peak_bytes=math.ceil(max(peak, live, 0.0)),
+        host_seconds=profile.host_seconds,
     )
 
 

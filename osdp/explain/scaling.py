@@ -77,6 +77,7 @@ def _scaled_pass(measured: PassProfile, work: Work, before: int, after: int) -> 
         exchange_seconds=measured.exchange_seconds * after / before,
         gradient_peak_bytes=later(measured.gradient_peak_bytes),
         bucket_peak_bytes=later(measured.bucket_peak_bytes),
+        host_seconds=measured.host_seconds,  # as many kernels, whatever their size
     )
 
 

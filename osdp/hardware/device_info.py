@@ -130,6 +130,7 @@ class DeviceInfo(Savable):
         gradient_overhead: Seconds of hooks per gradient of a replicated parameter and backward, beyond the
             copy into its bucket and the all-reduce.
         pass_overhead: Seconds per forward and backward that a model under a plan takes beyond all of these.
+            Of accelerators all four are the host's time, during which they work through what is queued.
         copy_bandwidth: Bytes per second of a copy inside the device.
         flops: Floating-point operations per second, for estimated profiles; 0 if unknown.
         memory_bandwidth: Bytes per second to and from device memory, for estimated profiles; 0 if unknown.

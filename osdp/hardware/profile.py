@@ -30,6 +30,8 @@ class PassProfile:
             that is not known.
         bucket_peak_bytes: The same from the moment on at which a parameter has got the first gradient, which
             may then be copied into a bucket.
+        host_seconds: Time the host takes to issue it to an accelerator, which decides where kernels are
+            short; 0 where the host computes itself, and where it is not known.
     """
 
     seconds: float
@@ -38,6 +40,7 @@ class PassProfile:
     exchange_seconds: float = 0.0
     gradient_peak_bytes: int | None = None
     bucket_peak_bytes: int | None = None
+    host_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,8 @@ The *reduced model* is a copy without weights, of which only some blocks are bro
 distinct segment one block that contains it. All other blocks are stubs (:mod:`osdp.profiler.block_stubs`), so
 the model's own code, its embeddings, head and loss run as they are. It is run
 
-1. plainly: seconds of forward and of backward;
+1. plainly: seconds of forward and of backward, on the device and, on accelerators, of the host that issues
+   them;
 2. with a clock at every boundary (:mod:`osdp.profiler.stopwatch`): how those seconds divide over segments;
 3. with every storage booked (:mod:`osdp.tracing.memory_ledger`): live, peak and saved bytes of each segment.
 
@@ -31,7 +32,7 @@ from osdp.profiler.links.timing import relative_spread
 from osdp.profiler.progress import Progress, progress_bar
 from osdp.profiler.reduced_model import ReducedModel, reduced_model
 from osdp.profiler.repeats import Repeat, find_repeats
-from osdp.profiler.stopwatch import Clock, Stopwatch, time_call
+from osdp.profiler.stopwatch import Clock, Seconds, Stopwatch, time_both
 from osdp.tracing.loss import LossFn
 from osdp.tracing.memory_ledger import TraceMoment, Usage
 from osdp.tracing.module_walk import Interval
@@ -44,7 +45,7 @@ _WARMUP = 2
 _MOST_TIMES = 3
 
 #: Increased with every change of what is measured, so that older cache files are not read.
-_METHOD = 4
+_METHOD = 5
 
 #: Bytes swept through before a timed pass: what the largest shared caches of one core or GPU hold.
 _SWEPT_BYTES = 2**26
@@ -138,7 +139,7 @@ def default_device() -> torch.device:
 
 def _measure_seconds(
     reduced: ReducedModel, target: torch.device, repeats: int, bar: Progress
-) -> tuple[dict[TraceMoment, float], float]:
+) -> tuple[dict[TraceMoment, Seconds], float]:
     """Seconds of each pass of each segment that ran, and how far whole runs differ.
 
     ``TraceMoment.interval`` is a segment's index here.
@@ -149,8 +150,8 @@ def _measure_seconds(
     def sweep() -> None:
         swept.mul_(1.0)
 
-    plain: dict[bool, list[float]] = defaultdict(list)
-    clocked: dict[TraceMoment, list[float]] = defaultdict(list)
+    plain: dict[bool, list[Seconds]] = defaultdict(list)
+    clocked: dict[TraceMoment, list[Seconds]] = defaultdict(list)
     pieces: dict[TraceMoment, int] = {}
     for turn in range(_WARMUP + _MOST_TIMES * repeats):
         if turn >= _WARMUP + repeats and _spread_of_runs(plain) <= UNSTABLE:
@@ -166,31 +167,38 @@ def _measure_seconds(
             clocked[moment].append(seconds)
             pieces[moment] = count
     places = reduced.segments(intervals)
-    result: dict[TraceMoment, float] = defaultdict(float)
+    result: dict[TraceMoment, Seconds] = defaultdict(lambda: Seconds(0.0, 0.0))
     for is_backward, totals in plain.items():
-        medians = {m: median(seconds) for m, seconds in clocked.items() if m.backward == is_backward}
-        for moment, seconds in _subtract_clock(medians, pieces, median(totals)).items():
-            result[TraceMoment(is_backward, places[moment.interval])] += seconds
+        own = {m: runs for m, runs in clocked.items() if m.backward == is_backward}
+        shares = []
+        for part in range(len(Seconds._fields)):
+            medians = {m: median(run[part] for run in runs) for m, runs in own.items()}
+            shares.append(_subtract_clock(medians, pieces, median(run[part] for run in totals)))
+        for moment in own:
+            place = TraceMoment(is_backward, places[moment.interval])
+            device, host = (share[moment] for share in shares)
+            result[place] = Seconds(result[place].device + device, result[place].host + host)
     return result, _spread_of_runs(plain)
 
 
-def _spread_of_runs(passes: Mapping[bool, Sequence[float]]) -> float:
-    """Spread of the seconds of forward and backward together."""
-    return relative_spread([forward + backward for forward, backward in zip(*passes.values(), strict=True)])
+def _spread_of_runs(passes: Mapping[bool, Sequence[Seconds]]) -> float:
+    """Spread of the device's seconds of forward and backward together."""
+    runs = zip(*passes.values(), strict=True)
+    return relative_spread([forward.device + backward.device for forward, backward in runs])
 
 
-def _time_run(reduced: ReducedModel, clock: Clock, sweep: Callable[[], None]) -> tuple[float, float]:
+def _time_run(reduced: ReducedModel, clock: Clock, sweep: Callable[[], None]) -> tuple[Seconds, Seconds]:
     reduced.drop_gradients()
     sweep()
-    forward, loss = time_call(clock, reduced.loss)
+    forward, loss = time_both(clock, reduced.loss)
     sweep()
-    backward = time_call(clock, loss.backward)[0] if loss.requires_grad else 0.0
+    backward = time_both(clock, loss.backward)[0] if loss.requires_grad else Seconds(0.0, 0.0)
     return forward, backward
 
 
 def _time_intervals(
     reduced: ReducedModel, clock: Clock, sweep: Callable[[], None]
-) -> tuple[dict[TraceMoment, tuple[float, int]], list[Interval]]:
+) -> tuple[dict[TraceMoment, tuple[Seconds, int]], list[Interval]]:
     reduced.drop_gradients()
     sweep()
     clock.wait()
@@ -211,7 +219,7 @@ def _subtract_clock(
 
 
 def _average_by_signature(
-    model_desc: ModelDesc, seconds: Mapping[TraceMoment, float], memory: Footprint, spread: float
+    model_desc: ModelDesc, seconds: Mapping[TraceMoment, Seconds], memory: Footprint, spread: float
 ) -> tuple[SegmentProfile, ...]:
     """By signature: mean seconds over its segments that ran, and their highest peaks.
 
@@ -226,13 +234,15 @@ def _average_by_signature(
         moments = [TraceMoment(backward, index) for index in indices]
         found = [memory.usage.get(moment, Usage(0, 0)) for moment in moments]
         late, given = zip(*(usage.later_peaks for usage in found), strict=True)
+        times = [seconds.get(moment, Seconds(0.0, 0.0)) for moment in moments]
         return PassProfile(
-            fmean(seconds.get(moment, 0.0) for moment in moments),
+            fmean(time.device for time in times),
             found[0].live_bytes,
             # Equal segments may differ in the strides of their gradients, which a kernel copies to change.
             max(usage.peak_bytes for usage in found),
             gradient_peak_bytes=None if None in late else max(late),
             bucket_peak_bytes=None if None in given else max(given),
+            host_seconds=fmean(time.host for time in times),
         )
 
     distinct = [segment.signature for segment in model_desc.distinct_segments]

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,6 +19,25 @@ def compute_clock() -> Callable[[], float]:
     return time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
 
 
+class Seconds(NamedTuple):
+    """Time of one piece of work.
+
+    Attributes:
+        device: Until the device has done it.
+        host: Until the host has issued it to an accelerator; 0 where the host computes itself.
+    """
+
+    device: float
+    host: float
+
+
+class Instant(NamedTuple):
+    """A point in time: of a device, an event or its clock, and of the host that issues work to it."""
+
+    device: Any
+    host: float
+
+
 class Clock:
     """Marks points in time on one device; the time between two of them is available once it is idle."""
 
@@ -28,22 +47,24 @@ class Clock:
         self._device = device
         self._now = compute_clock()
 
-    def mark(self) -> Any:
-        """Mark the current point in time, in the order of the device's work."""
+    def mark(self) -> Instant:
+        """Instant the current point in time, in the order of the device's work."""
         if not self._is_cuda:
-            return self._now()
+            return Instant(self._now(), 0.0)
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
-        return event
+        return Instant(event, time.perf_counter())
 
     def wait(self) -> None:
         """Wait until the device is idle."""
         if self._is_cuda:
             torch.cuda.synchronize(self._device)
 
-    def seconds(self, start: Any, end: Any) -> float:
+    def between(self, start: Instant, end: Instant) -> Seconds:
         """Seconds between two marks; the device must be idle."""
-        return float(start.elapsed_time(end)) * 1e-3 if self._is_cuda else float(end - start)
+        if not self._is_cuda:
+            return Seconds(float(end.device - start.device), 0.0)
+        return Seconds(float(start.device.elapsed_time(end.device)) * 1e-3, end.host - start.host)
 
 
 class Stopwatch:
@@ -53,7 +74,7 @@ class Stopwatch:
         """Start with nothing timed; ``between_passes`` is called after forward, untimed."""
         self._clock = clock
         self._between_passes = between_passes
-        self._marks: list[tuple[TraceMoment | None, Any]] = []
+        self._marks: list[tuple[TraceMoment | None, Instant]] = []
         self._last = 0
 
     def enter_forward(self, index: int, interval: Interval, outputs: Any) -> None:
@@ -74,23 +95,30 @@ class Stopwatch:
         """The backward of an interval begins."""
         self._marks.append((TraceMoment(True, index), self._clock.mark()))
 
-    def stop(self) -> dict[TraceMoment, tuple[float, int]]:
+    def stop(self) -> dict[TraceMoment, tuple[Seconds, int]]:
         """Stop; returns the seconds of each pass of each interval, and the number of pieces timed for it."""
         self._marks.append((None, self._clock.mark()))
         self._clock.wait()
-        found: dict[TraceMoment, tuple[float, int]] = {}
+        found: dict[TraceMoment, tuple[Seconds, int]] = {}
         for (moment, start), (_, end) in zip(self._marks, self._marks[1:], strict=False):
             if moment is not None:
-                seconds, pieces = found.get(moment, (0.0, 0))
-                found[moment] = seconds + self._clock.seconds(start, end), pieces + 1
+                before, pieces = found.get(moment, (Seconds(0.0, 0.0), 0))
+                more = self._clock.between(start, end)
+                found[moment] = Seconds(before.device + more.device, before.host + more.host), pieces + 1
         return found
 
 
-def time_call(clock: Clock, work: Callable[[], Any]) -> tuple[float, Any]:
-    """Run ``work``; returns its seconds and its result."""
+def time_both(clock: Clock, work: Callable[[], Any]) -> tuple[Seconds, Any]:
+    """Run ``work``; returns its seconds, on the device and on the host that issues it, and its result."""
     clock.wait()
     start = clock.mark()
     result = work()
     end = clock.mark()
     clock.wait()
-    return clock.seconds(start, end), result
+    return clock.between(start, end), result
+
+
+def time_call(clock: Clock, work: Callable[[], Any]) -> tuple[float, Any]:
+    """Run ``work``; returns its seconds on the device, and its result."""
+    seconds, result = time_both(clock, work)
+    return seconds.device, result

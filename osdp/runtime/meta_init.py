@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from osdp.comm.shards import part_of
 from osdp.runtime.module.parameter_owners import ParameterSites
-from osdp.torch_private.dtensor import blocks_of_shard, sharded_dim
+from osdp.torch_private.dtensor import blocks_of_shard, sharded_dim, wrap_like
 
 Initialiser = Callable[[nn.Module], object]
 
@@ -101,7 +101,7 @@ def materialise(
     for entry in owned.values():
         entry.register(entry.parameter)  # to_empty gave tied places a parameter each
         if entry.name in offloaded:
-            entry.register(nn.Parameter(entry.parameter.detach().cpu(), entry.parameter.requires_grad))
+            entry.register(_on_host(entry.parameter))
     with torch.random.fork_rng(devices=[] if device.type == "cpu" else [device], device_type=_forked(device)):
         names = {id(module): name for name, module in model.named_modules()}
         done: set[str] = set()
@@ -109,6 +109,14 @@ def materialise(
             # Seeded by its name, a block gets the same values whatever else is on this rank.
             torch.manual_seed(_seed_of(int(seed.item()), names[id(modules[-1])]))
             _initialise(model, modules, owned, done, mesh, device, param_init_fn)
+
+
+def _on_host(parameter: nn.Parameter) -> nn.Parameter:
+    if not isinstance(parameter, DTensor):
+        return nn.Parameter(parameter.detach().cpu(), parameter.requires_grad)
+    # FSDP2 puts the local tensor there at once, but the DTensor around it stays one of the device.
+    local = parameter.to_local().detach().cpu()
+    return nn.Parameter(wrap_like(local, parameter), parameter.requires_grad)
 
 
 def _seed_of(seed: int, block: str) -> int:

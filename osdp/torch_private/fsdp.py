@@ -135,8 +135,29 @@ def complete_units(root: nn.Module, output: Any) -> Any:
         ``output``, with the hooks that such units need in backward.
     """
     state = sharding_state(root)
-    output = state._force_complete_incomplete_states(output)
+    if hasattr(state, "_force_complete_incomplete_states"):
+        output = state._force_complete_incomplete_states(output)
+    else:
+        output = _complete_without_feature(state, output)
     state._state_ctx.iter_forward_root = None
+    return output
+
+
+def _complete_without_feature(root: Any, output: Any) -> Any:
+    """What ``_force_complete_incomplete_states`` does, for versions of torch without it.
+
+    Inner units come first, as they would have ended.
+    """
+    for state in reversed(root._state_ctx.all_states):
+        if state is root or not state._modules_to_run_forward:
+            continue
+        if state._fsdp_param_group is not None:
+            output = state._fsdp_param_group.post_forward(None, None, output)
+        output = state._register_pre_backward_hook(output)
+        state._training_state = type(state._training_state).IDLE
+        if state._mp_policy.output_dtype is not None:
+            output = cast_floating_point(output, state._mp_policy.output_dtype)
+        state._modules_to_run_forward.clear()
     return output
 
 

@@ -208,9 +208,13 @@ def _fits_kernel(group: Mapping[str, Any], members: Sequence[_Member]) -> bool:
         step = states.get("step")
         if step is not None and (not isinstance(step, torch.Tensor) or step.dtype != torch.float32):
             return False
+        if any(isinstance(value, torch.Tensor) and value.device != given.device for value in states.values()):
+            return False  # a kernel reads numbers made under another default device as if they were its own
         kept = (value for key, value in states.items() if key not in _NUMBERS)
         others = (grad, *(value for value in kept if isinstance(value, torch.Tensor)))
         if not all(type(other) is torch.Tensor and other.dtype == given.dtype for other in others):
+            return False
+        if grad.device != given.device:
             return False
         if not all(_lies_alike(other, given) for other in others):
             return False

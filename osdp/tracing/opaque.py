@@ -287,9 +287,9 @@ class OpaqueModules:
             whole = known.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
             real = whole.as_strided(fake.shape, fake.stride(), int(fake.storage_offset()))
         elif fake.is_floating_point() or fake.is_complex():
-            real = torch.randn(fake.shape, dtype=fake.dtype)
+            real = torch.randn(fake.shape, dtype=fake.dtype, device="cpu")
         else:
-            real = torch.full(fake.shape, fake.dtype is torch.bool, dtype=fake.dtype)
+            real = torch.full(fake.shape, fake.dtype is torch.bool, dtype=fake.dtype, device="cpu")
         # Of a leaf a copy, which is none: modules may not change leaves in place.
         return real.requires_grad_().clone() if fake.requires_grad else real
 

@@ -68,7 +68,10 @@ class SampleBatch:
                 f"the batch that {model_desc.name} was described with is nested and cannot be recreated from "
                 "the description: pass the sample batch itself"
             )
-        zeros = [torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype)) for spec in model_desc.sample]
+        zeros = [
+            torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype), device="cpu")
+            for spec in model_desc.sample
+        ]
         pairs = list(zip(model_desc.sample_names, zeros, strict=True))
         batch = cls(
             tuple(zero for name, zero in pairs if not name), {name: zero for name, zero in pairs if name}

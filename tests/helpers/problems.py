@@ -140,11 +140,19 @@ def random_model(
 
 def _random_segment(rng: random.Random, memory: random.Random, signature: str) -> SegmentProfile:
     saved = rng.randrange(0, 200_000)
-    forward = PassProfile(rng.uniform(0, 5e-3), saved, saved + rng.randrange(0, 100_000))
+    host = random.Random(f"host {signature} {saved}")
+    forward = PassProfile(
+        rng.uniform(0, 5e-3), saved, saved + rng.randrange(0, 100_000), host_seconds=host.uniform(0, 6e-3)
+    )
     peak = rng.randrange(0, 150_000)
     late = rng.choice([None, rng.randrange(-saved, peak + 1)])
     given = memory.choice([None, memory.randrange(-saved, (peak if late is None else late) + 1)])
     backward = PassProfile(
-        rng.uniform(0, 8e-3), -saved, peak, gradient_peak_bytes=late, bucket_peak_bytes=given
+        rng.uniform(0, 8e-3),
+        -saved,
+        peak,
+        gradient_peak_bytes=late,
+        bucket_peak_bytes=given,
+        host_seconds=host.uniform(0, 8e-3),
     )
     return SegmentProfile(signature, forward, backward, saved)

@@ -168,7 +168,8 @@ def _call(payload: bytes) -> bytes:
     function, args = pickle.loads(payload)
     answer = pickle.dumps(function(*args))
     if dist.is_initialized():
-        dist.barrier()
+        on_gpu = dist.get_backend() == "nccl"
+        dist.barrier(device_ids=[torch.cuda.current_device()] if on_gpu else None)
     return answer
 
 

@@ -13,9 +13,13 @@ from torch.distributed.tensor import DTensor
 
 from osdp.plan.plan import Plan
 from osdp.runtime import apply
+from osdp.runtime.sharding.fsdp_units import can_count_unused_as_zero
 
 STEPS = 2
 _RATE = 0.05
+
+#: For ``apply`` and ``OSDP``: no torch before 2.12 reduces zeros for a parameter without a gradient.
+ALL_USED: dict[str, Any] = {} if can_count_unused_as_zero() else {"find_unused_parameters": False}
 
 #: Of a model and the batch of a step and a rank.
 LossOf = Callable[[nn.Module, int, int], torch.Tensor]

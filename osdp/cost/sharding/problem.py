@@ -31,6 +31,7 @@ class StepSettings:
 
     Attributes:
         blocking: Whether FSDP2's collectives block compute.
+        issues: Whether the host issues compute to an accelerator, so that hooks take the host's time.
         overlap: Fraction of an asynchronous all-reduce that backward hides.
         mixed_overlap: The same in a plan that also has sharded units.
         compute_overlap: Fraction of the compute beside a longer collective that does not slow it down.
@@ -44,6 +45,7 @@ class StepSettings:
     """
 
     blocking: bool
+    issues: bool
     overlap: float
     mixed_overlap: float
     compute_overlap: float
@@ -124,6 +126,8 @@ class RootUnitCost:
         gradient_kept: Gradients left after backward.
         gather_seconds: The root unit's all-gather.
         reduce_seconds: The root unit's reduce-scatter.
+        host_gather: Time the host takes to issue the root unit's all-gather to an accelerator; 0 on CPUs.
+        host_reduce: The same of its reduce-scatter and of the all-reduces of replicated operators.
         average_seconds: All-reduces of replicated operators.
         num_gradients: Number of their gradients.
         step_seconds: Optimizer step of all of these operators.
@@ -144,6 +148,8 @@ class RootUnitCost:
     gradient_kept: float = 0.0
     gather_seconds: float = 0.0
     reduce_seconds: float = 0.0
+    host_gather: float = 0.0
+    host_reduce: float = 0.0
     average_seconds: float = 0.0
     num_gradients: float = 0.0
     step_seconds: float = 0.0
@@ -186,6 +192,7 @@ def build_problem(
         settings=StepSettings(
             # On one device FSDP2 has no streams for its copies.
             blocking=device.blocking or device.world_size == 1,
+            issues=not device.blocking,
             overlap=device.overlap,
             mixed_overlap=device.overlap if device.mixed_overlap is None else device.mixed_overlap,
             compute_overlap=device.compute_overlap,
@@ -258,6 +265,7 @@ def cost_root(
     arriving = [(operator, units) for (operator, _), (units, _) in zip(buckets, whole, strict=True)]
     arrivals = _gradient_arrivals(problem, sharded, arriving)
     temporaries = [unit_temporary, *(temporary for _, temporary in whole)]
+    on_host = has_unit and problem.settings.issues
     return RootUnitCost(
         has_unit=has_unit,
         steps_in_shards=len(stepped) > 0,
@@ -273,6 +281,10 @@ def cost_root(
         gradient_kept=float(unit.gradient_kept.sum()) + replicated_sum("gradient_kept"),
         gather_seconds=float(unit.gather_seconds.sum()) + has_unit * shard_group.gather.latency,
         reduce_seconds=float(unit.reduce_seconds.sum()) + has_unit * shard_group.reduce_latency,
+        host_gather=float(unit.host_gather.sum()) + on_host * shard_group.gather.latency,
+        host_reduce=float(unit.host_reduce.sum())
+        + on_host * shard_group.reduce_latency
+        + replicated_sum("host_reduce"),
         average_seconds=replicated_sum("reduce_seconds"),
         num_gradients=replicated_sum("num_gradients"),
         step_seconds=float(unit.step_seconds.sum()) + replicated_sum("step_seconds"),

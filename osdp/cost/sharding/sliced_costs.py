@@ -101,7 +101,7 @@ class SlicedCosts:
         def chosen(own: Floats, others: Floats) -> Floats:
             return np.where(sliced, own, others)
 
-        zero = np.zeros(len(k))
+        zero, on_host = np.zeros(len(k)), float(not device.blocking)
         return replace(
             units,
             state=chosen(self.state[k], units.state),
@@ -117,6 +117,8 @@ class SlicedCosts:
             largest_gradient=chosen(backward, units.largest_gradient),
             gather_seconds=chosen(gather_seconds, units.gather_seconds),
             reduce_seconds=chosen(reduce_seconds, units.reduce_seconds),
+            host_gather=chosen(on_host * count * gather.latency, units.host_gather),
+            host_reduce=chosen(on_host * trains * count * reduce.latency, units.host_reduce),
             step_seconds=chosen(
                 optimizer.per_dtensor * self.num_trainable[k] + optimizer.per_byte * self.local[k],
                 units.step_seconds,

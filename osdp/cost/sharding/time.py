@@ -29,11 +29,17 @@ class CriticalMoment(NamedTuple):
     """Critical moment of each pass: operators at which the link determines the time; -1 for none.
 
     ``forward`` is the operator before whose compute the link is critical, ``backward`` the one after whose
-    backward it is.
+    backward it is. :data:`HOST` in their place says that the host's work takes longest; so does ``silent`` of
+    a backward that reduces nothing, which no link determines.
     """
 
     forward: int = -1
     backward: int = -1
+    silent: int = -1
+
+
+#: In place of a critical moment: the host, which issues everything to an accelerator, takes longest.
+HOST = -2
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +53,9 @@ class UnitSeconds:
         link_forward: Link time in forward that overlaps compute.
         link: Link time in a backward that reduces gradients.
         link_after: The part of ``link`` that remains when the unit's ``backward`` has ended.
+        host_forward: Time of the host in forward, on accelerators.
+        host_backward: The same in a backward that reduces gradients.
+        host_silent: The same in a backward that does not.
     """
 
     forward: Floats
@@ -55,6 +64,9 @@ class UnitSeconds:
     link_forward: Floats
     link: Floats
     link_after: Floats
+    host_forward: Floats
+    host_backward: Floats
+    host_silent: Floats
 
 
 def unit_seconds(
@@ -68,17 +80,21 @@ def unit_seconds(
     #    gathered from the recomputation to their backward.
     regather = np.where(units.mode == UnitMode.FULL_SHARD, gather, 0.0)
     regather += units.slice_regather + np.where(units.sliced & units.recomputed, gather, 0.0)
-    hooks = np.where(sharded, settings.unit_overhead, 0.0)
+    entered = np.where(sharded, settings.unit_overhead, 0.0)
     # Of a unit in slices only the bias is replicated.
-    per_gradient = np.where(replicated | units.sliced, settings.gradient_overhead * units.num_gradients, 0.0)
+    received = np.where(replicated | units.sliced, settings.gradient_overhead * units.num_gradients, 0.0)
+    # An accelerator works on while the host runs hooks.
+    hooks, per_gradient = (0.0, 0.0) if settings.issues else (entered, received)
     # 2. The fraction of a collective that blocks compute. The root unit's gather precedes everything and its
     #    reduction follows everything, so neither can be hidden. Slices wait for each other.
     held_up = np.where(units.in_root | units.sliced, 1.0, float(settings.blocking))
     # 3. Device time of a backward: hooks, collectives that block, copies into buckets, recomputation.
     copied = np.where(units.largest_gradient > 0, units.bucket / settings.copy_bandwidth, 0.0)
     silent = hooks + per_gradient + held_up * regather + copied + np.where(units.sliced, reduce, 0.0)
+    host_silent = entered + received + np.where(regather > 0, units.host_gather, 0.0)
     if recompute is not None:
         silent += np.where(units.recomputed, recompute.seconds[units.start], 0.0)
+        host_silent += np.where(units.recomputed, recompute.host_seconds[units.start], 0.0)
     awaited = np.where(replicated, 1 - overlap, np.where(units.sliced, 0.0, held_up)) * reduce
     return UnitSeconds(
         forward=hooks + held_up * gather,
@@ -87,6 +103,9 @@ def unit_seconds(
         link_forward=(1 - held_up) * gather,
         link=regather + np.where(units.in_root, 0.0, reduce),
         link_after=np.where(replicated, overlap, 1 - held_up) * reduce,
+        host_forward=entered + units.host_gather,
+        host_backward=host_silent + units.host_reduce,
+        host_silent=host_silent,
     )
 
 
@@ -122,12 +141,36 @@ def passes(problem: ShardingProblem, units: UnitCosts, root: RootUnitCost) -> Pa
     device_only = float(timeline.backward_seconds.sum() + seconds_of.backward.sum())
     backward, worst = _larger(ends, device_only)
     outside = _outside_seconds(units, root, settings)
-    starts = units.start
-    return Passes(
-        forward=forward + float(seconds_of.forward.sum()) + outside.forward,
-        silent=float(timeline.backward_seconds.sum() + seconds_of.silent.sum()) + outside.silent,
-        reducing=backward + outside.reducing,
-        cut=CriticalMoment(int(starts[late]) if late >= 0 else -1, int(starts[worst]) if worst >= 0 else -1),
+    host = _host_passes(timeline, seconds_of, outside) if settings.issues else None
+
+    def slower(on_device: float, on_host: float, decisive: int) -> tuple[float, int]:
+        # A pass takes as long as the device and the link, or as the host that issues it.
+        moment = int(units.start[decisive]) if decisive >= 0 else -1
+        return (on_host, HOST) if host is not None and on_host > on_device else (on_device, moment)
+
+    on_host = host or _HostPasses(0.0, 0.0, 0.0)
+    forward, cut_forward = slower(
+        forward + float(seconds_of.forward.sum()) + outside.forward, on_host.forward, late
+    )
+    only = float(timeline.backward_seconds.sum() + seconds_of.silent.sum()) + outside.silent
+    silent, cut_silent = slower(only, on_host.silent, -1)
+    reducing, cut_backward = slower(backward + outside.reducing, on_host.reducing, worst)
+    return Passes(forward, silent, reducing, CriticalMoment(cut_forward, cut_backward, cut_silent))
+
+
+class _HostPasses(NamedTuple):
+    """Seconds that the host takes to issue each kind of pass, as in :class:`Passes`."""
+
+    forward: float
+    silent: float
+    reducing: float
+
+
+def _host_passes(timeline: Timeline, seconds_of: UnitSeconds, outside: "_Outside") -> _HostPasses:
+    return _HostPasses(
+        timeline.host_forward + float(seconds_of.host_forward.sum()) + outside.host_forward,
+        timeline.host_backward + float(seconds_of.host_silent.sum()) + outside.host_silent,
+        timeline.host_backward + float(seconds_of.host_backward.sum()) + outside.host_reducing,
     )
 
 
@@ -163,28 +206,38 @@ def time_row(
     """
     timeline, settings = problem.timeline, problem.settings
     seconds_of = unit_seconds(units, root, settings, timeline.recompute)
-    # A cut says which function of the maximum counts: either the device alone, or the link until or from a
+    outside = _outside_seconds(units, root, settings)
+    # A cut says which function of the maximum counts: the host, the device alone, or the link until or from a
     # unit on, with the compute on the other side of it.
-    if cut.forward < 0:
-        forward, forward_constant = seconds_of.forward, float(timeline.forward_seconds.sum())
+    if cut.forward == HOST:
+        forward, forward_constant = seconds_of.host_forward, timeline.host_forward + outside.host_forward
+    elif cut.forward < 0:
+        forward = seconds_of.forward
+        forward_constant = float(timeline.forward_seconds.sum()) + outside.forward
     else:
         forward = seconds_of.forward + np.where(units.start <= cut.forward, seconds_of.link_forward, 0.0)
-        forward_constant = float(compute_after(timeline, settings)[cut.forward])
-    if cut.backward < 0:
-        backward, backward_constant = seconds_of.backward, float(timeline.backward_seconds.sum())
+        forward_constant = float(compute_after(timeline, settings)[cut.forward]) + outside.forward
+    if cut.backward == HOST:
+        backward, backward_constant = seconds_of.host_backward, timeline.host_backward + outside.host_reducing
+    elif cut.backward < 0:
+        backward = seconds_of.backward
+        backward_constant = float(timeline.backward_seconds.sum()) + outside.reducing
     else:
         at = seconds_of.backward + np.where(units.start == cut.backward, seconds_of.link_after, 0.0)
         # A unit that contains the cut has at least its reduction still to come.
         before = np.where(units.stop > cut.backward, seconds_of.link_after, seconds_of.link)
         backward = np.where(units.start >= cut.backward, at, before)
-        backward_constant = float(compute_until(timeline, settings)[cut.backward])
+        backward_constant = float(compute_until(timeline, settings)[cut.backward]) + outside.reducing
+    if cut.silent == HOST:
+        silent, silent_constant = seconds_of.host_silent, timeline.host_backward + outside.host_silent
+    else:
+        silent, silent_constant = seconds_of.silent, float(timeline.backward_seconds.sum()) + outside.silent
     m, reductions = settings.microbatches, settings.reductions
-    outside = _outside_seconds(units, root, settings)
-    row = m * forward + reductions * backward + (m - reductions) * seconds_of.silent + units.step_seconds
+    row = m * forward + reductions * backward + (m - reductions) * silent + units.step_seconds
     constant = (
-        m * (forward_constant + outside.forward)
-        + reductions * (backward_constant + outside.reducing)
-        + (m - reductions) * (float(timeline.backward_seconds.sum()) + outside.silent)
+        m * forward_constant
+        + reductions * backward_constant
+        + (m - reductions) * silent_constant
         + root.step_seconds
         - _plain_saving(problem, units, root)
     )
@@ -224,11 +277,14 @@ def _shards(units: UnitCosts, root: RootUnitCost) -> bool:
 
 
 class _Outside(NamedTuple):
-    """Seconds of each kind of pass beside the chain's units, as in :class:`Passes`."""
+    """Seconds of each kind of pass beside the chain's units, as in :class:`Passes`, and those of the host."""
 
     forward: float
     silent: float
     reducing: float
+    host_forward: float
+    host_silent: float
+    host_reducing: float
 
 
 def _outside_seconds(units: UnitCosts, root: RootUnitCost, settings: StepSettings) -> _Outside:
@@ -238,10 +294,14 @@ def _outside_seconds(units: UnitCosts, root: RootUnitCost, settings: StepSetting
     half = settings.pass_overhead / 2
     silent = half + settings.gradient_overhead * root.num_gradients
     agreement = settings.agreement if _shards(units, root) else 0.0
+    on_device = 0.0 if settings.issues else 1.0
     return _Outside(
-        forward=half + hooks + root.gather_seconds,
-        silent=silent,
-        reducing=silent + hooks + root.reduce_seconds + root.average_seconds + agreement,
+        forward=on_device * (half + hooks) + root.gather_seconds,
+        silent=on_device * silent,
+        reducing=on_device * (silent + hooks) + root.reduce_seconds + root.average_seconds + agreement,
+        host_forward=half + hooks + root.host_gather,
+        host_silent=silent,
+        host_reducing=silent + hooks + root.host_reduce,
     )
 
 

@@ -72,6 +72,7 @@ class RecomputeSpan:
             profile knows nothing by then: what forward would have freed of its input, and the random state.
         rerun_input_early: The same in the block's own forward: what that frees before its last segment.
         seconds: Time of its forward compute.
+        host_seconds: Time the host takes to issue it to an accelerator.
         possible: Whether the operator is the first of a block that can be recomputed.
     """
 
@@ -81,6 +82,7 @@ class RecomputeSpan:
     rerun_input: Floats
     rerun_input_early: Floats
     seconds: Floats
+    host_seconds: Floats
     possible: Bools
 
     def is_block(self, start: int, stop: int) -> bool:
@@ -113,6 +115,8 @@ class Timeline:
         others: Number of other microbatches whose activations are kept at the same time: those in flight in a
             pipeline.
         exchange_seconds: The part of the seconds spent in collectives of the tensor-parallel group.
+        host_forward: Time the host takes to issue a forward to an accelerator; 0 where it computes itself.
+        host_backward: The same of a backward.
     """
 
     chain: tuple[Operator, ...]
@@ -132,6 +136,8 @@ class Timeline:
     kept: float = 0.0
     others: int = 0
     exchange_seconds: float = 0.0
+    host_forward: float = 0.0
+    host_backward: float = 0.0
 
     @property
     def compute_seconds(self) -> float:
@@ -205,6 +211,7 @@ def build_timeline(model_desc: ModelDesc, profile: Profile, ranks_per_core: int 
     given_peaks = _peaks_from(late_peaks, [p.bucket_peak_bytes for p in backward])
     # 3. Seconds of each segment, tensor-parallel collectives included.
     forward_seconds = np.array([ranks_per_core * p.seconds + p.exchange_seconds for p in forward])
+    host_forward = np.array([p.host_seconds for p in forward])
     backward_seconds = np.array([ranks_per_core * p.seconds + p.exchange_seconds for p in backward])
     return Timeline(
         chain=chain,
@@ -223,12 +230,14 @@ def build_timeline(model_desc: ModelDesc, profile: Profile, ranks_per_core: int 
         recompute=_recompute(
             model_desc,
             chain,
-            _Walk(ups, ups[:-1] + np.array(up_peaks), downs, high, forward_seconds),
+            _Walk(ups, ups[:-1] + np.array(up_peaks), downs, high, forward_seconds, host_forward),
             local_batch=profile.local_batch,
             random_state=RANDOM_STATE if profile.device == "cpu" else 0,
         ),
         kept=float(max(ups[-1], 0.0)),
         exchange_seconds=sum(p.exchange_seconds for p in (*forward, *backward)),
+        host_forward=float(host_forward.sum()),
+        host_backward=sum(p.host_seconds for p in backward),
     )
 
 
@@ -297,6 +306,7 @@ class _Walk:
         down: After each segment's backward and after forward, ``(S + 1,)``.
         down_high: Highest in each backward, ``(S,)``.
         seconds: Of each forward, ``(S,)``.
+        host_seconds: Of the host that issues each forward, ``(S,)``.
     """
 
     up: Floats
@@ -304,6 +314,7 @@ class _Walk:
     down: Floats
     down_high: Floats
     seconds: Floats
+    host_seconds: Floats
 
 
 def _recompute(
@@ -319,7 +330,7 @@ def _recompute(
         if it is recomputed       handed_on, the given input and a random state: no more, and no less
     """
     count = len(chain)
-    names = ("saving", "excess", "rerun_input", "rerun_input_early", "seconds")
+    names = ("saving", "excess", "rerun_input", "rerun_input_early", "seconds", "host_seconds")
     floats = {name: np.zeros(count) for name in names}
     # Behind all regions where there is no block.
     until, possible = np.full(count, 2 * count + 1, dtype=np.int64), np.zeros(count, dtype=bool)
@@ -354,6 +365,7 @@ def _recompute(
         early = sum(dropped[:-1])
         floats["rerun_input_early"][start] = (min(early, given) if released is None else early) + random_state
         floats["seconds"][start] = float(walk.seconds[a:b].sum())
+        floats["host_seconds"][start] = float(walk.host_seconds[a:b].sum())
         until[start], possible[start] = 2 * stop, True
     return RecomputeSpan(until=until, possible=possible, **floats)
 

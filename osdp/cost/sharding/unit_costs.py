@@ -81,7 +81,10 @@ def _cost_units_in(
     copying = np.maximum(span(costs.gradient) + copies, last + beside)
     # 2. Time of the reduction and of the optimizer's step.
     each = np.where(sharded, device.parameter_overhead, 0.0)
-    reduce_seconds = _reduce_seconds(shard_group, kinds, reduce_input, bucket, count > 0) + each * count
+    per_gather, per_reduce = each * span(costs.num_parameters), each * count
+    # What parameters take one by one is the host's time, as the latency of a collective is.
+    on_host = float(not device.blocking)
+    reduce_seconds = _reduce_seconds(shard_group, kinds, reduce_input, bucket, count > 0)
     step = _optimizer_step(costs, kinds, span, count)
     units = UnitCosts(
         start=a,
@@ -120,8 +123,10 @@ def _cost_units_in(
         gather_seconds=np.where(
             sharded, kinds.own * shard_group.gather.latency + unsharded / shard_group.gather.bandwidth, 0.0
         )
-        + each * span(costs.num_parameters),
-        reduce_seconds=reduce_seconds,
+        + (1 - on_host) * per_gather,
+        reduce_seconds=reduce_seconds + (1 - on_host) * per_reduce,
+        host_gather=on_host * (kinds.own * shard_group.gather.latency + per_gather),
+        host_reduce=on_host * (_reduce_latency(shard_group, kinds, count > 0) + per_reduce),
         step_seconds=step.seconds,
         kept=np.where(mode == UnitMode.SHARD_GRAD_OP, unsharded, 0.0),
         num_kept=num_kept,
@@ -184,6 +189,12 @@ def _reduce_seconds(
     exchanged, averaged = (link.latency + bucket / link.bandwidth for link in (reduce, average))
     whole = np.where(trains, np.where(kinds.by_exchange(shard_group), exchanged, averaged), 0.0)
     return np.where(kinds.sharded, sharded, whole)
+
+
+def _reduce_latency(shard_group: ShardGroup, kinds: _UnitKinds, trains: Bools) -> Floats:
+    """The part of :func:`_reduce_seconds` that bytes do not take, shape ``(U,)``."""
+    none = np.zeros(len(trains))
+    return _reduce_seconds(shard_group, kinds, none, none, trains)
 
 
 class _OptimizerStep(NamedTuple):

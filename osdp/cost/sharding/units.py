@@ -42,6 +42,8 @@ class UnitCosts:
             backward needs.
         gather_seconds: Time of one unshard.
         reduce_seconds: Time of one gradient reduction.
+        host_gather: Time the host takes to issue one unshard to an accelerator; 0 on CPUs.
+        host_reduce: The same of one gradient reduction.
         kept: Bytes of parameters that stay gathered between its forward and its backward.
         num_kept: Number of its slices that stay gathered.
         slice_forward: Most bytes of slices alive in forward.
@@ -72,6 +74,8 @@ class UnitCosts:
     largest_gradient: Floats
     gather_seconds: Floats
     reduce_seconds: Floats
+    host_gather: Floats
+    host_reduce: Floats
     step_seconds: Floats
     kept: Floats
     num_kept: Ints

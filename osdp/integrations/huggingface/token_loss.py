@@ -71,8 +71,8 @@ def check_by_position(loss_fn: LossFn, targets: Any, length: int, vocabulary: in
     if length < 2:
         return True
     tried = min(length, _TRIED)
-    logits = torch.randn(len(like), tried, vocabulary, generator=torch.Generator().manual_seed(0))
-    logits = logits.to(like.device)
+    generator = torch.Generator("cpu").manual_seed(0)
+    logits = torch.randn(len(like), tried, vocabulary, generator=generator, device="cpu").to(like.device)
 
     def values(begin: int, start: int, stop: int) -> tuple[float, float]:
         def part(leaf: Any) -> Any:

@@ -45,7 +45,7 @@ from osdp.profiler.links.machine import (
 )
 from osdp.profiler.links.overlap import OverlapProbe
 from osdp.profiler.links.plan_probe import measure_hooks
-from osdp.profiler.links.timing import timing_beside
+from osdp.profiler.links.timing import WALL_CLOCK, timing_beside
 from osdp.text import parse_bytes
 from osdp.torch_private.distributed import backend_of
 
@@ -119,7 +119,7 @@ def detect(
 
     def measure() -> DeviceInfo:
         if world is None:
-            return _measure_single(limit, where)
+            return _measure_single(limit, where, None if alone else world_mesh(mesh, where.type, size))
         groups = _groups(world, group_sizes)
         return _measure_groups(groups, limit, where, (nodes, per_node), sizes, repeats, seconds)
 
@@ -171,14 +171,13 @@ def _measure_groups(
     nbytes = _affordable_bytes(next(link for link in links if (link.group, link.collective) == _EVERYWHERE))
     probe = OverlapProbe(world, where, nbytes, timing)
     overlap = probe.overlap()
-    mixed, beside_compute, gradient_hooks, pass_hooks, parameters = overlap, 1.0, 0.0, 0.0, 0.0
-    # On accelerators collectives do not hold up compute, so the link's own accounts say what shares it; and
-    # they work through what is queued while hooks run.
+    mixed, beside_compute = overlap, 1.0
+    # On accelerators collectives do not hold up compute, so the link's own accounts say what shares it.
     if where.type == "cpu":
         mixed, beside_compute = probe.mixed_overlap(), probe.compute_overlap()
-        gradient_hooks, pass_hooks = measure_hooks(groups["world"].mesh, where, timing)
-        parameters = measure_parameters(groups["world"].mesh, where, timing)
-        links = [without_parameters(link, parameters) for link in links]
+    gradient_hooks, pass_hooks = measure_hooks(groups["world"].mesh, where, timing)
+    parameters = measure_parameters(groups["world"].mesh, where, timing)
+    links = [without_parameters(link, parameters) for link in links]
     speeds = torch.tensor([measure_flops(where), measure_copy(where)], dtype=torch.float64, device=where)
     dist.all_reduce(speeds, op=dist.ReduceOp.MIN, group=world)
     flops, copy = speeds.tolist()
@@ -290,7 +289,7 @@ def world_mesh(mesh: DeviceMesh | None, kind: str, size: int) -> DeviceMesh:
     """All ranks that are measured on one axis."""
     if mesh is not None and mesh.ndim == 1:
         return mesh
-    return DeviceMesh(kind, torch.arange(size) if mesh is None else mesh.mesh.flatten())
+    return DeviceMesh(kind, torch.arange(size, device="cpu") if mesh is None else mesh.mesh.flatten())
 
 
 def _check_sizes(group_sizes: Sequence[int], sizes: Sequence[int], world_size: int) -> None:
@@ -419,9 +418,15 @@ def _affordable_bytes(all_reduce: Link) -> int:
     return nbytes
 
 
-def _measure_single(limit: int, device: torch.device) -> DeviceInfo:
+def _measure_single(limit: int, device: torch.device, world: DeviceMesh | None) -> DeviceInfo:
     copy = measure_copy(device)
+    gradient_hooks, pass_hooks = 0.0, 0.0
+    # Where a host issues kernels that are short, what it does beside that takes as long as it does it.
+    if device.type != "cpu" and world is not None:
+        gradient_hooks, pass_hooks = measure_hooks(world, device, WALL_CLOCK)
     return DeviceInfo(
+        gradient_overhead=gradient_hooks,
+        pass_overhead=pass_hooks,
         memory_limit=limit,
         kind=device_kind(device),
         copy_bandwidth=copy,

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from osdp.comm.collectives import set_route
 from osdp.comm.groups import Grid
 from osdp.plan.sharding import Route
-from osdp.profiler.links.timing import Timing, time_run
+from osdp.profiler.links.timing import Timing, barrier, time_run
 from osdp.profiler.links.toy_model import ComputeClock, ToyUnit
 
 #: Number of units timed together, so that the clock and the root's hooks weigh little.
@@ -158,7 +158,7 @@ class Probe:
     def _align(self) -> None:
         """Let all ranks start together, over links that run at the rate they can keep up."""
         dist.all_reduce(self._burst, group=self._group)
-        dist.barrier(self._group)
+        barrier(self._device, self._group)
 
     def _all_reduce(self) -> None:
         for bucket in self._buckets:

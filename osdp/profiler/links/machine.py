@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from osdp.comm.objects import gather_objects
 from osdp.hardware.device_info import HostLink
-from osdp.profiler.links.timing import time_run
+from osdp.profiler.links.timing import barrier, time_run
 
 _MEMINFO = Path("/proc/meminfo")
 _CPUINFO = Path("/proc/cpuinfo")
@@ -114,9 +114,9 @@ def measure_host_link(
     if device.type == "cpu" or not _MEMINFO.exists():
         return None
     here = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=device)
-    there = torch.zeros(_COPY_BYTES, dtype=torch.uint8, pin_memory=True)
+    there = torch.zeros(_COPY_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
     if group is not None:
-        dist.barrier(group)
+        barrier(device, group)
     found = torch.tensor(
         [
             _COPY_BYTES / _time(lambda: here.copy_(there, non_blocking=True), device),
@@ -223,9 +223,9 @@ def measure_contention(device: torch.device, group: dist.ProcessGroup, expected:
         expected: Ranks that share a core.
     """
     share = 1.0
-    dist.barrier(group)
+    barrier(device, group)
     if device.type == "cpu" and torch.get_num_threads() == 1:
-        a = torch.rand(_MATMUL_SIDE["cpu"], _MATMUL_SIDE["cpu"])
+        a = torch.rand(_MATMUL_SIDE["cpu"], _MATMUL_SIDE["cpu"], device="cpu")
         start, own = time.perf_counter(), time.thread_time()
         while time.perf_counter() - start < _SHARING_SECONDS:
             torch.mm(a, a)

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from osdp.profiler.links.timing import synchronize
+from osdp.profiler.links.timing import barrier, synchronize
 
 #: Long enough to include the CPU time that a host takes away now and then.
 _SECONDS = 0.3
@@ -51,7 +51,7 @@ def _measure_speed(mesh: DeviceMesh, device: torch.device) -> tuple[float, float
     torch.mm(a, a)
     synchronize(device)
     for axis in mesh.mesh_dim_names or ():
-        dist.barrier(mesh.get_group(axis))
+        barrier(device, mesh.get_group(axis))
     products, start, own = 0, time.perf_counter(), time.thread_time()
     while time.perf_counter() - start < _SECONDS:
         torch.mm(a, a)

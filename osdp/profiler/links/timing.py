@@ -15,6 +15,11 @@ def synchronize(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
+def barrier(device: torch.device, group: dist.ProcessGroup | None = None) -> None:
+    """Wait for the ranks of ``group``, with tensors on ``device``: nccl warns if it has to guess which."""
+    dist.barrier(group, device_ids=None if device.type == "cpu" else [device.index or 0])
+
+
 def time_run(
     run: Callable[[], object],
     device: torch.device,
@@ -24,7 +29,7 @@ def time_run(
     """Seconds of ``run`` on ``device``, which is idle before and after; ranks of ``group`` start together."""
     synchronize(device)
     if group is not None:
-        dist.barrier(group)
+        barrier(device, group)
     start = clock()
     run()
     synchronize(device)

@@ -25,7 +25,7 @@ class ComputeClock:
         self._device, self._clock = device, clock
         self._marks: list[tuple[Any, Any]] = []
         # On accelerators collectives overlap with compute, so its time could not be subtracted: no sweep.
-        self._swept = torch.ones(_SWEPT) if device.type == "cpu" else None
+        self._swept = torch.ones(_SWEPT, device="cpu") if device.type == "cpu" else None
 
     def sweep(self) -> None:
         """Evict the caches, as a unit's compute would."""

@@ -160,7 +160,10 @@ def _write_safetensors(
 def _read(
     source: Path, metadata: Metadata, specs: Mapping[str, TensorStorageMetadata]
 ) -> dict[str, torch.Tensor]:
-    weights = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in specs.items()}
+    weights = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
+        for name, entry in specs.items()
+    }
     state: dict[str, Any] = {"model": weights}
     try:
         with in_one_process():

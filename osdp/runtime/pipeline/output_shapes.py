@@ -77,7 +77,9 @@ class ShapeTwin:
         with torch.no_grad(), torch.random.fork_rng([]):
             with self._mode:
                 fakes = [
-                    torch.empty(leaf.shape, dtype=leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf
+                    torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu")
+                    if isinstance(leaf, torch.Tensor)
+                    else leaf
                     for leaf in leaves
                 ]
                 args, kwargs = tree_unflatten(fakes, spec)

@@ -42,7 +42,8 @@ from osdp.runtime.sharding.replicated import replicate
 from osdp.runtime.sharding.sharded_model import ShardedModel
 from osdp.runtime.sharding.sliced import exchange_modules, shard_weight
 from osdp.runtime.sharding.storage import ParameterStorage
-from osdp.runtime.sharding.validate import check_double_backward, check_plan
+from osdp.runtime.sharding.validate import check_backend, check_double_backward, check_plan
+from osdp.torch_private.distributed import backend_of
 
 
 def apply_sharding(
@@ -81,10 +82,10 @@ def apply_sharding(
     computation = computation or Computation()
     sharding = plan.stages[stage].sharding
     control = Control.over(mesh)
-    size, on_meta = mesh.size(), is_on_meta(model)
+    on_meta = is_on_meta(model)
     backwards = Backwards(find_unused_parameters, double_backward)
     by_modules = fill is None and computation.param_init_fn is None
-    check_together(control, lambda: _check_given(model, plan, stage, size, double_backward, by_modules))
+    check_together(control, lambda: _check_given(model, plan, stage, mesh, double_backward, by_modules))
     check_alike(control, model, plan, stage, **asdict(backwards))
     policy = _policy(plan.training, computation)
     storage = ParameterStorage.of(model, sharding, plan.training.param_dtype)
@@ -101,7 +102,7 @@ def apply_sharding(
         fill(owned)
     elif on_meta:
         _initialise(model, owned, mesh, storage, computation)
-    _check_unused(model, storage, backwards)
+    _check_unused(storage, backwards)
     # 4. The handle. Where something is sharded, replicated gradients have a group of their own.
     parameters = PlannedParameters.stored_as(model, sharding, storage, owned, policy.param_dtype, mesh)
     lockstep = Lockstep(control, model, participants_of(model, sharding))
@@ -208,11 +209,14 @@ def _check_given(
     model: nn.Module,
     plan: Plan,
     stage: int,
-    world_size: int,
+    mesh: DeviceMesh,
     double_backward: bool,
     by_modules: bool,
 ) -> None:
-    check_plan(model, plan, stage, world_size)
+    check_plan(model, plan, stage, mesh.size())
+    if mesh.size() > 1:
+        backend = backend_of(mesh.get_group(), device_of(mesh))
+        check_backend(plan.stages[stage].sharding, mesh.device_type, backend)
     if double_backward:
         check_double_backward(plan.stages[stage].sharding)
     if is_on_meta(model) and by_modules:
@@ -227,8 +231,8 @@ def _check_beside_tensor_parallel(sharding: ShardingPlan) -> None:
         )
 
 
-def _check_unused(model: nn.Module, storage: ParameterStorage, backwards: Backwards) -> None:
-    if not can_count_unused_as_zero(model) and backwards.find_unused_parameters and storage.shards_any:
+def _check_unused(storage: ParameterStorage, backwards: Backwards) -> None:
+    if not can_count_unused_as_zero() and backwards.find_unused_parameters and storage.shards_any:
         raise RuntimeError(
             "this torch cannot reduce sharded parameters without a gradient; use 2.12 or later, or pass "
             "find_unused_parameters=False"

@@ -176,7 +176,7 @@ class Bucket:
             for index, content in enumerate(self._content):
                 if content is _Content.NOTHING:
                     self._view(index).zero_()  # another rank may have used it
-                elif content is _Content.REDUCED:
+                elif content is _Content.REDUCED and self._reduction.scale != 1.0:
                     # Alike on all ranks: scaled, the reduction gives it back as it was.
                     self._view(index).mul_(self._reduction.scale)
             if self._num_flags:
@@ -265,7 +265,8 @@ class Bucket:
         if view.data_ptr() == grad.data_ptr():
             # The gradient shares the bucket's memory (``_open_with``, or autograd added into it): scale it
             # in place.
-            view.mul_(scale)
+            if scale != 1.0:
+                view.mul_(scale)
         elif content is _Content.NOTHING:
             _scaled_copy(grad, scale, view)
         else:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
+    FSDPModule,
     MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
@@ -363,6 +364,6 @@ def wrapped_around(model: nn.Module, units: Sequence[ShardedUnit]) -> dict[nn.Mo
     return {module: tuple(outer[name] for name in sorted(outer, key=len)) for module, outer in found.items()}
 
 
-def can_count_unused_as_zero(root: nn.Module) -> bool:
+def can_count_unused_as_zero() -> bool:
     """Whether this version of FSDP2 can reduce zeros for parameters without a gradient."""
-    return hasattr(root, "set_reduce_scatter_unused_params")
+    return hasattr(FSDPModule, "set_reduce_scatter_unused_params")

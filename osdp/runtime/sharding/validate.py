@@ -45,6 +45,22 @@ def check_plan(model: nn.Module, plan: Plan, stage: int, world_size: int) -> Non
         raise PlanMismatchError(differences)
 
 
+def check_backend(sharding: ShardingPlan, device: str, backend: str) -> None:
+    """Raise if a plan needs messages from rank to rank that the backend does not have for the device.
+
+    Raises:
+        ValueError: It does; names what needs them.
+    """
+    needing = {
+        unit.mode for unit in sharding.units if unit.mode is Mode.SHARD_OPTIMIZER or unit.route.by_exchange
+    }
+    if needing and device != "cpu" and backend == "gloo":
+        raise ValueError(
+            f"gloo sends no tensors on {device} from rank to rank, as {' and '.join(sorted(needing))} "
+            'needs: initialise the process group with backend="nccl", or plan without it'
+        )
+
+
 def check_double_backward(plan: ShardingPlan) -> None:
     """Raise unless a backward under ``plan`` can itself be differentiated.
 

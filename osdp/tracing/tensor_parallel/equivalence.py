@@ -253,7 +253,7 @@ def _is_close(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _random_parameter(parameter: nn.Parameter, generator: torch.Generator) -> nn.Parameter:
-    values = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+    values = torch.randn(parameter.shape, generator=generator, dtype=torch.float64, device="cpu")
     if parameter.dim() > 1:
         values /= parameter.shape[-1] ** 0.5
     return nn.Parameter(values)
@@ -262,7 +262,7 @@ def _random_parameter(parameter: nn.Parameter, generator: torch.Generator) -> nn
 def _fill_randomly(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     """The values of a buffer; random ones, or ones for integers, if it is on ``meta``."""
     if tensor.is_meta:
-        values = torch.ones(tensor.shape, dtype=tensor.dtype)
+        values = torch.ones(tensor.shape, dtype=tensor.dtype, device="cpu")
         return values.normal_(generator=generator) if tensor.is_floating_point() else values
     return tensor.detach().cpu()
 
@@ -271,7 +271,7 @@ def _fill_argument(leaf: Any, generator: torch.Generator, largest: int) -> Any:
     if not isinstance(leaf, torch.Tensor):
         return leaf
     if leaf.is_floating_point():
-        return torch.randn(leaf.shape, generator=generator, dtype=torch.float64)
+        return torch.randn(leaf.shape, generator=generator, dtype=torch.float64, device="cpu")
     if leaf.dtype == torch.bool:
-        return torch.ones(leaf.shape, dtype=torch.bool)
-    return torch.randint(0, largest + 1, leaf.shape, generator=generator, dtype=leaf.dtype)
+        return torch.ones(leaf.shape, dtype=torch.bool, device="cpu")
+    return torch.randint(0, largest + 1, leaf.shape, generator=generator, dtype=leaf.dtype, device="cpu")
