@@ -25,9 +25,6 @@ from osdp.model.description import ModelDesc
 from osdp.model.training import Training
 from osdp.text import parse_bytes
 
-#: The dtype of compute that devices without bfloat16 have.
-_HALF = {True: "bfloat16", False: "float16"}
-
 
 @dataclass(frozen=True, kw_only=True)
 class DescribeOptions:
@@ -99,7 +96,7 @@ def on_the_spot(name: str, options: DescribeOptions) -> Described:
     Raises:
         ValueError: The model or the devices are unknown, or a sequence is longer than the model's positions.
     """
-    from osdp.cluster.devices import device_info_of, lacks_bfloat16, parse_devices
+    from osdp.cluster.devices import device_info_of, parse_devices
     from osdp.tracing.computed_in import describe_computed_in
 
     if options.devices is None:
@@ -109,7 +106,7 @@ def on_the_spot(name: str, options: DescribeOptions) -> Described:
         )
     cluster = parse_devices(options.devices)
     device = device_info_of(cluster, options.memory_limit)
-    dtype = options.param_dtype or _HALF[not lacks_bfloat16(cluster)]
+    dtype = options.param_dtype or cluster.half
     module, sample = model_called(name, parse_fields(options.fields), options.batch or 1, options.seq)
     desc = describe_computed_in(module, sample, dtype)
     training = Training(

@@ -9,7 +9,7 @@ import re
 
 from osdp.cluster.cost.links import Ring
 from osdp.cluster.cost.rates import PUBLISHED
-from osdp.cluster.file import known_gpus, node_of
+from osdp.cluster.file import node_of
 from osdp.cluster.hardware import BEST_SHARE, Cluster, NetworkLink, NodeGroup
 from osdp.hardware.device_info import DeviceInfo, Link
 from osdp.text import parse_bytes
@@ -40,12 +40,6 @@ def parse_devices(text: str) -> Cluster:
         )
     fields = {"gpu": gpu, "count": nodes, "devices": devices, "network": network or "1 Gbit/s"}
     return Cluster((NodeGroup(node_of(fields, "--devices"), nodes),))
-
-
-def lacks_bfloat16(cluster: Cluster) -> bool:
-    """Whether some device has no matrix units for bfloat16: those before NVIDIA's Ampere."""
-    gpus = known_gpus()
-    return any(not gpus[group.node.gpu.name].get("bfloat16", True) for group in cluster.groups)
 
 
 def device_info_of(cluster: Cluster, memory_limit: str | int | None = None) -> DeviceInfo:

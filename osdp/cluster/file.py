@@ -24,7 +24,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date
 from importlib import resources
 from pathlib import Path
@@ -143,6 +143,11 @@ class _Place:
             raise self.wrong(f"must be at most {most:g}, got {quote(value)}")
         return value
 
+    def flag(self) -> bool:
+        if not isinstance(self.value, bool):
+            raise self.wrong(f"must be true or false, got {quote(self.value)}")
+        return self.value
+
     def rate(self) -> float:
         try:
             return parse_rate(str(self.value))
@@ -238,16 +243,7 @@ def _group(node: _Place, gpus: Mapping[str, _Place]) -> NodeGroup:
     spec = gpus[name]
     gpu = _gpu(name, spec)
     if "memory" in fields:
-        gpu = Gpu(
-            gpu.name,
-            gpu.flops,
-            node.at("memory").size(),
-            gpu.memory_bandwidth,
-            gpu.multiprocessors,
-            gpu.source,
-            gpu.best_share,
-            gpu.attention_share,
-        )
+        gpu = replace(gpu, memory=node.at("memory").size())
     devices = int(node.at("devices").number(whole=True))
     if "link" in fields:
         link = node.at("link").rate()
@@ -289,6 +285,7 @@ def _gpu(name: str, spec: _Place) -> Gpu:
         attention_share=(
             spec.at("attention_share").number() if "attention_share" in fields else ATTENTION_SHARE
         ),
+        bfloat16=spec.at("bfloat16").flag() if "bfloat16" in fields else True,
     )
 
 

@@ -33,6 +33,7 @@ class Gpu:
         best_share: Share of the specified FLOP/s that its best matrix product was measured at; by default
             :data:`BEST_SHARE`, that of an A100.
         attention_share: The same of FlashAttention; by default :data:`ATTENTION_SHARE`.
+        bfloat16: Whether its matrix units compute in bfloat16; those before NVIDIA's Ampere do not.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Gpu:
     source: str = ""
     best_share: float = BEST_SHARE
     attention_share: float = ATTENTION_SHARE
+    bfloat16: bool = True
 
     def __post_init__(self) -> None:
         positive = ("flops", "memory", "memory_bandwidth", "best_share", "attention_share")
@@ -151,6 +153,11 @@ class Cluster(Savable):
                 f"each kind of node must be listed once, these are repeated: {', '.join(twice)}. Add up "
                 "their counts, or give nodes that differ a 'name' each"
             )
+
+    @property
+    def half(self) -> str:
+        """The 16-bit format that all devices compute in: ``"bfloat16"``, or ``"float16"`` if some do not."""
+        return "bfloat16" if all(group.node.gpu.bfloat16 for group in self.groups) else "float16"
 
     @property
     def num_devices(self) -> int:

@@ -27,10 +27,12 @@ def _llama(
     keys: int = 0,
     sequence: int = 4096,
     vocabulary: int = 32000,
+    rotary_base: int = 0,
 ) -> TransformerShape:
     return TransformerShape(
         name=name, layers=layers, hidden=hidden, heads=heads, sequence=sequence, vocabulary=vocabulary,
-        feed_forward=inner, kv_heads=keys, gated=True, biases=False, tied=False,
+        feed_forward=inner, kv_heads=keys, gated=True, biases=False, tied=False, rotary_base=rotary_base,
+        dropout=False,
     )  # fmt: skip
 
 
@@ -40,6 +42,9 @@ def _t5(name: str, layers: int, hidden: int, heads: int, inner: int, width: int 
         feed_forward=inner, head_width=width, biases=False, causal=False, decoder_layers=layers,
     )  # fmt: skip
 
+
+#: Length, vocabulary and base of rotary positions of Llama 3 (Grattafiori et al., 2024, table 3).
+_LLAMA3 = {"sequence": 8192, "vocabulary": 128256, "rotary_base": 500_000}
 
 #: Published models: GPT-2 (Radford et al., 2019, table 2), GPT-3 (Brown et al., 2020, table 2.1), BERT
 #: (Devlin et al., 2019), Llama 2 (Touvron et al., 2023) and 3 (Grattafiori et al., 2024, table 3), T5
@@ -60,8 +65,8 @@ SHAPES: dict[str, TransformerShape] = {
         _llama("llama2-7b", 32, 4096, 32, 11008),
         _llama("llama2-13b", 40, 5120, 40, 13824),
         _llama("llama2-70b", 80, 8192, 64, 28672, keys=8),
-        _llama("llama3-8b", 32, 4096, 32, 14336, keys=8, sequence=8192, vocabulary=128256),
-        _llama("llama3-70b", 80, 8192, 64, 28672, keys=8, sequence=8192, vocabulary=128256),
+        _llama("llama3-8b", 32, 4096, 32, 14336, keys=8, **_LLAMA3),
+        _llama("llama3-70b", 80, 8192, 64, 28672, keys=8, **_LLAMA3),
         _t5("t5-large", 24, 1024, 16, 4096),
         _t5("t5-3b", 24, 1024, 32, 16384, 128),
     )
@@ -90,9 +95,10 @@ class _Kind:
     learnt_positions: bool = True
     tied: bool = True
     causal: bool = True
+    dropout: bool = True
 
 
-_LLAMA_LIKE = _Kind(gated=True, biases=False, learnt_positions=False, tied=False)
+_LLAMA_LIKE = _Kind(gated=True, biases=False, learnt_positions=False, tied=False, dropout=False)
 _KINDS = {
     **dict.fromkeys(("gpt2", "gpt_neo", "opt"), _Kind()),
     "gptj": _Kind(learnt_positions=False, tied=False),
@@ -192,4 +198,31 @@ def shape_from_config(config: Mapping[str, Any], name: str, sequence: int | None
         positions=found["sequence"] if kind.learnt_positions else 0,
         tied=bool(config.get("tie_word_embeddings", kind.tied)),
         causal=kind.causal,
+        rotary_base=_rotary_base(config),
+        dropout=_has_dropout(config, kind.dropout),
     )
+
+
+#: Of Su et al. (RoFormer, arXiv:2104.09864), and what frameworks take unless they are told otherwise.
+_USUAL_ROTARY_BASE = 10_000
+
+
+def _rotary_base(config: Mapping[str, Any]) -> int:
+    """Base of rotary positions, 0 if it is the usual one; transformers 5 has it one level deeper."""
+    inner = config.get("rope_parameters")
+    found = inner.get("rope_theta") if isinstance(inner, Mapping) else None
+    base = int(found or config.get("rope_theta") or 0)
+    return 0 if base == _USUAL_ROTARY_BASE else base
+
+
+#: Fields of Transformers configurations that are probabilities of a dropout inside layers.
+_DROPOUTS = (
+    "attn_pdrop", "resid_pdrop", "hidden_dropout_prob", "attention_probs_dropout_prob", "dropout",
+    "dropout_rate", "attention_dropout", "hidden_dropout", "resid_dropout",
+)  # fmt: skip
+
+
+def _has_dropout(config: Mapping[str, Any], usual: bool) -> bool:
+    """Whether any is above 0; as is usual for the kind of model if none is told."""
+    told = [float(config[name]) for name in _DROPOUTS if isinstance(config.get(name), (int, float))]
+    return any(probability > 0 for probability in told) if told else usual

@@ -89,7 +89,8 @@ class Workload:
             ranks gather the parts over their own links (Narayanan et al., SC 2021, section 4.1; Megatron-LM
             does so). Otherwise each rank sends the whole. Not used with sequence parallelism, which has
             parts alone.
-        dropout: Whether layers have dropouts, whose masks are kept for backward.
+        dropout: Whether layers have dropouts, whose masks are kept for backward; ``None`` for what the shape
+            says.
         fused_gate: Whether the activation function of gated feed-forward blocks and their product are one
             kernel, which keeps its input alone; otherwise the activation's output is kept as well.
         fused_loss: Whether the loss is one kernel that turns the logits into their gradient in place, in the
@@ -123,7 +124,7 @@ class Workload:
     ring_attention: bool = True
     sequence_parallel: bool = False
     split_sends: bool = False
-    dropout: bool = True
+    dropout: bool | None = None
     fused_gate: bool = False
     fused_loss: bool = False
     overlap: float = 0.0
@@ -131,6 +132,11 @@ class Workload:
     communicator_bytes: int = 688 * 2**20
     fragmentation: float = 0.15
     boundary_copies: int = 0
+
+    @property
+    def has_dropout(self) -> bool:
+        """Whether layers have dropouts."""
+        return self.shape.dropout if self.dropout is None else self.dropout
 
     def __post_init__(self) -> None:
         if self.global_batch < 1:

@@ -9,6 +9,7 @@ ZeRO stage allows: 1 is ``SHARD_OPTIMIZER``, 3 ``FULL_SHARD``. ZeRO 2, and 1 bes
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -90,7 +91,7 @@ def runnable_plan(
     if layout.token_slices > 1:
         _require_sliceable(model, layout.token_slices)
     device = device_of_stage(plan, cluster, workload, kind, rates)
-    half = _half(workload, kind)
+    half = _half(workload, kind, cluster.half)
     training = Training(
         optimizer=optimizer, param_dtype=half, local_batch=layout.samples, microbatches=layout.microbatches
     )
@@ -132,7 +133,7 @@ def traced_layers(
     Raises:
         ValueError: Its blocks are not the layers of the workload's shape.
     """
-    half = _half(workload, kind)
+    half = _half(workload, kind, "bfloat16")  # as large as any other
     desc = _described(model, sample_inputs, half)
     shape, blocks = workload.shape, len(desc.block_segments)
     if blocks != shape.layers + shape.decoder_layers:
@@ -145,9 +146,9 @@ def traced_layers(
     return layer_bytes(desc, profile, shape.layers)
 
 
-def _half(workload: Workload, kind: str) -> str | None:
-    """Compute dtype of a workload; ``None`` for the model's own dtype."""
-    return None if workload.weight_bytes > 2 or kind == "cpu" else "bfloat16"
+def _half(workload: Workload, kind: str, dtype: str) -> str | None:
+    """Compute dtype of a workload, ``dtype`` if it has 16 bits; ``None`` for the model's own dtype."""
+    return None if workload.weight_bytes > 2 or kind == "cpu" else dtype
 
 
 def _described(model: nn.Module, sample_inputs: Any, dtype: str | None) -> ModelDesc:
@@ -239,12 +240,19 @@ def _staged(
     """Plan a layout with pipeline stages or tensor parallelism, stage by stage."""
     # 1. Description of one tensor-parallel rank, with the work of the compute dtype.
     batch = SampleBatch.of(sample_inputs)
-    part = make_rank_model(model, batch, model_desc, plan.layout.degrees.tp, loss_fn=None, policy=None)
+    tp = plan.layout.degrees.tp
+    share = partial(
+        make_rank_model,
+        degree=tp,
+        sequence_parallel=workload.sequence_parallel and tp > 1,
+        loss_fn=None,
+        policy=None,
+    )
+    part = share(model, batch, model_desc)
     if part.shared is not None and training.param_dtype is not None:
         narrow = _narrow(model, training.param_dtype)
         whole = ModelDesc.from_module(narrow, sample_inputs)
-        half = make_rank_model(narrow, batch, whole, plan.layout.degrees.tp, loss_fn=None, policy=None)
-        part = replace(part, desc=with_work_of(part.desc, half.desc))
+        part = replace(part, desc=with_work_of(part.desc, share(narrow, batch, whole).desc))
     # 2. Cut the trace at the layout's boundaries and plan the stages there.
     profiled = part.profiler(model_desc, device, lambda wanted: estimate(part.desc, device, wanted))
     flow = trace_flow(model, batch)

@@ -46,6 +46,8 @@ class TransformerShape:
         tied: Whether head and embedding share their weight.
         causal: Whether attention is causal.
         decoder_layers: Number of decoder layers of an encoder-decoder; 0 for any other model.
+        rotary_base: Base of the wavelengths of rotary positions; 0 without them, or for the usual 10000.
+        dropout: Whether its layers are trained with dropout.
     """
 
     name: str
@@ -63,6 +65,8 @@ class TransformerShape:
     tied: bool = True
     causal: bool = True
     decoder_layers: int = 0
+    rotary_base: int = 0
+    dropout: bool = True
 
     def __post_init__(self) -> None:
         kinds = {"int": int, "bool": bool, "str": str}

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from osdp.cli.cluster.calibrate import calibrate_steps
+from osdp.cli.cluster.exports import write_exports
 from osdp.cli.cluster.goal import GoalOptions
 from osdp.cli.cluster.outputs import OutputFiles
 from osdp.cli.cluster.report import write_page
@@ -84,6 +85,8 @@ def plan(request: ClusterRequest, goal: GoalOptions, outputs: OutputFiles) -> No
     chosen = found.plans[0]
     if outputs.out is not None:
         chosen = write_runnable(found.plans, prices, request, outputs.out)
+    if outputs.export is not None:
+        write_exports(outputs.export, chosen, prices)
     if outputs.report is not None:
         advance = _progress("parts of the front")
         write_page(outputs.report, chosen, found, plans, prices, space, goal, _basis(prices), advance)
@@ -165,11 +168,12 @@ app.command("calibrate")(calibrate_steps)
 def _basis(prices: ClusterPrices) -> str:
     """Assumptions of the estimates, as text."""
     attention = "FlashAttention" if prices.workload.flash else "attention that stores its scores"
+    split = ", sequence parallelism" * prices.workload.sequence_parallel
     kept = "traced from the model" if prices.traced else "as with fused kernels"
     measured = [found.gpu for found in prices.profiles]
     layers = f"; layers measured on {', '.join(measured)}" if measured else ""
     return (
-        f"assumes {attention}; activations {kept}{layers}; {prices.workload.overlap:.0%} of the "
+        f"assumes {attention}{split}; activations {kept}{layers}; {prices.workload.overlap:.0%} of the "
         "collectives of gradients and weights overlap with compute"
     )
 

@@ -25,6 +25,11 @@ class OutputFiles:
         ),
     ] = None
 
+    export: Annotated[
+        Path | None,
+        Option(help="folder for the best layout as configurations of Megatron-LM, DeepSpeed and others"),
+    ] = None
+
     def check(self) -> None:
         """Check before the search that all files can be written.
 
@@ -43,6 +48,8 @@ class OutputFiles:
             for name, path in files.items()
             if path is not None and not path.parent.is_dir()
         ]
+        if self.export is not None and not self.export.is_dir():
+            faults.append(f"--export {self.export}: there is no such folder")
         if self.plot is not None and self.plot.suffix not in (".png", ".html"):
             faults.append(f"--plot {self.plot}: must end in .png or .html")
         if faults:

@@ -83,6 +83,13 @@ class ClusterRequest:
             "gradients and 12 bytes of states"
         ),
     ] = None
+    sequence_parallel: Annotated[
+        bool,
+        Option(
+            "--sequence-parallel",
+            help="split norms, dropouts and residuals over the tensor-parallel ranks as well",
+        ),
+    ] = False
     overlap: Annotated[
         float, Option(help="fraction of the collectives that overlaps with compute, 0 to 1")
     ] = 0.0
@@ -118,6 +125,7 @@ class ClusterRequest:
             shape=shape,
             global_batch=self.global_batch,
             flash=found.flash if found is not None else self.flash is not False,
+            sequence_parallel=self.sequence_parallel,
             overlap=self.overlap,
             reserve=parse_bytes(self.reserve),
         )

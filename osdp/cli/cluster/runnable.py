@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from osdp.cli.cluster.exports import write_exports
 from osdp.cli.cluster.request import ClusterRequest
 from osdp.cli.models import build, changed_fields, is_folder, load_described_model, require_no_code
 from osdp.cluster.cost.stage import ClusterPrices
 from osdp.cluster.cost.step import nodes_of
-from osdp.cluster.export.frameworks import exports
 from osdp.cluster.export.launch_scripts import batch_script, launch_script
 from osdp.cluster.hardware import Cluster
 from osdp.cluster.plan import ClusterPlan
@@ -34,7 +34,7 @@ def runnable_space(space: LayoutSpace) -> LayoutSpace:
     if space.cp and 1 not in space.cp:
         raise ValueError(
             f"--out writes a plan for osdp's own runtime, which has no context parallelism: leave --cp "
-            f"{space.cp[0]} out, or leave --out out and train with Megatron-LM or torchtitan"
+            f"{space.cp[0]} out, or write configurations of other frameworks alone, by --export FOLDER"
         )
     return replace(space, cp=(1,))
 
@@ -92,10 +92,7 @@ def write_runnable(
         config = out.with_name(f"{out.stem}.config.json")
         config.write_text(model.config.to_json_string(use_diff=False), encoding="utf8")
         typer.echo(f"written: {config.name}, the configuration of the {type(model).__name__}")
-    for export in exports(plan, shape):
-        out.with_name(export.file).write_text(export.text, encoding="utf8")
-        missing = f"; not expressed: {'; '.join(export.notes)}" if export.notes else ""
-        typer.echo(wrapped(f"written: {export.file}{missing}"))
+    write_exports(out.parent, plan, prices)
     return plan
 
 

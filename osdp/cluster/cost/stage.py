@@ -126,7 +126,7 @@ class ClusterPrices:
             width=workload.weight_bytes,
             flash=workload.flash,
             sequence_parallel=workload.sequence_parallel,
-            dropout=workload.dropout,
+            dropout=workload.has_dropout,
             fused_gate=workload.fused_gate,
             fused_loss=workload.fused_loss,
         )

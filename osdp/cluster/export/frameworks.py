@@ -1,8 +1,9 @@
 """Export of cluster plans to other frameworks: Megatron-LM, DeepSpeed, Accelerate and torchtitan.
 
-The notes of each export list what the framework cannot express. Names of options are those of Megatron-LM's
-``arguments.py``, DeepSpeed's configuration JSON, Accelerate's FSDP configuration and torchtitan's
-``job_config.py`` in 2026.
+The notes of each export list what the framework cannot express. Names and words are those of Megatron-LM's
+``arguments.py``, DeepSpeed's configuration JSON, Accelerate's FSDP configuration and torchtitan's command
+line, as read in November 2026; a test has them, with the commits. Later versions of torchtitan are configured
+by functions in Python alone.
 """
 
 import json
@@ -12,8 +13,11 @@ from itertools import pairwise
 
 from osdp.cluster.cost.step import nodes_of
 from osdp.cluster.export.breakdown import describe
-from osdp.cluster.plan import ClusterPlan, RecomputeLayers, chunks, num_layers
+from osdp.cluster.plan import ClusterPlan, RecomputeLayers, Workload, chunks, num_layers
 from osdp.cluster.transformer import TransformerShape
+
+#: Short names of 16-bit formats.
+_SHORT = {"bfloat16": "bf16", "float16": "fp16"}
 
 #: Schedules that these frameworks run.
 _MEGATRON_SCHEDULES, _DEEPSPEED_SCHEDULE = ("1f1b", "interleaved"), "1f1b"
@@ -34,19 +38,21 @@ class Export:
     notes: tuple[str, ...]
 
 
-def exports(plan: ClusterPlan, shape: TransformerShape) -> tuple[Export, ...]:
-    """Export a plan to every framework."""
-    return (
-        megatron(plan, shape),
-        deepspeed(plan, shape),
-        accelerate(plan, shape),
-        torchtitan(plan, shape),
-    )
+def exports(plan: ClusterPlan, workload: Workload, half: str = "bfloat16") -> tuple[Export, ...]:
+    """Export a plan to every framework.
+
+    Args:
+        plan: The plan.
+        workload: What it was made for.
+        half: The 16-bit format to compute in, :attr:`osdp.cluster.hardware.Cluster.half`.
+    """
+    return tuple(export(plan, workload, half) for export in (megatron, deepspeed, accelerate, torchtitan))
 
 
-def megatron(plan: ClusterPlan, shape: TransformerShape) -> Export:
+def megatron(plan: ClusterPlan, workload: Workload, half: str) -> Export:
     """Arguments of Megatron-LM's pretraining scripts."""
     # 1. Dimensions, degrees and batch.
+    shape = workload.shape
     layout, degrees = plan.most_memory_saving, plan.layout.degrees
     words: dict[str, int | str] = {
         "num-layers": shape.layers + shape.decoder_layers,
@@ -61,9 +67,11 @@ def megatron(plan: ClusterPlan, shape: TransformerShape) -> Export:
         "micro-batch-size": layout.samples,
         "global-batch-size": layout.samples * layout.microbatches * degrees.dp,
     }
-    flags = ["bf16"]
+    flags = [_SHORT[half]]
     if layout.cp > 1:
         words |= {"context-parallel-size": layout.cp}
+    if degrees.tp > 1 and workload.sequence_parallel:
+        flags.append("sequence-parallel")
     if shape.key_heads != shape.heads:
         words |= {"num-query-groups": shape.key_heads}
         flags.append("group-query-attention")
@@ -71,6 +79,12 @@ def megatron(plan: ClusterPlan, shape: TransformerShape) -> Export:
         words |= {"kv-channels": shape.head_width}
     if not shape.positions and not shape.decoder_layers:
         words |= {"position-embedding-type": "rope"}
+        if shape.rotary_base:
+            words |= {"rotary-base": shape.rotary_base}
+    if not workload.has_dropout:
+        words |= {"hidden-dropout": "0.0", "attention-dropout": "0.0"}  # 0.1 by default
+    # With flash it chooses among the kernels that do not store scores.
+    words |= {"attention-backend": "auto" if workload.flash else "unfused"}
     if shape.gated:
         flags.append("swiglu")
         words |= {"normalization": "RMSNorm"}
@@ -98,6 +112,8 @@ def megatron(plan: ClusterPlan, shape: TransformerShape) -> Export:
     # 3. Sharding, stages and schedule.
     if zero:
         text.append("--use-distributed-optimizer")
+    if workload.overlap:
+        text.append("--overlap-grad-reduce" + " --overlap-param-gather" * bool(zero))
     if zero > 1:
         notes.append(f"ZeRO {zero}: the distributed optimizer is ZeRO 1")
     if not shape.causal and not shape.decoder_layers:
@@ -123,22 +139,22 @@ def _megatron_layout(plan: ClusterPlan, shape: TransformerShape) -> str:
     return "|".join(stages)
 
 
-def deepspeed(plan: ClusterPlan, shape: TransformerShape) -> Export:
+def deepspeed(plan: ClusterPlan, workload: Workload, half: str) -> Export:
     """DeepSpeed's configuration."""
-    del shape
     layout, degrees = plan.most_memory_saving, plan.layout.degrees
+    overlap = {"overlap_comm": True} if workload.overlap else {}  # by itself with ZeRO 3 alone
     config: dict[str, object] = {
         "train_batch_size": layout.samples * layout.microbatches * degrees.dp,
         "train_micro_batch_size_per_gpu": layout.samples,
         "gradient_accumulation_steps": layout.microbatches,
-        "bf16": {"enabled": True},
-        "zero_optimization": {"stage": layout.zero},
+        _SHORT[half]: {"enabled": True},
+        "zero_optimization": {"stage": layout.zero} | overlap,
     }
     notes = []
     if degrees.pp > 1:
         notes.append(f"stages: PipelineModule(layers, num_stages={degrees.pp}, partition_method=...) in code")
         if layout.strategy.zero > 1:
-            config["zero_optimization"] = {"stage": 1}
+            config["zero_optimization"] = {"stage": 1} | overlap
             notes.append(f"ZeRO {layout.zero} with pipelines: not supported there, ZeRO 1 is written")
         if layout.schedule != _DEEPSPEED_SCHEDULE:
             notes.append(f"schedule {layout.schedule}: it runs 1F1B")
@@ -151,12 +167,13 @@ def deepspeed(plan: ClusterPlan, shape: TransformerShape) -> Export:
     if layout.recompute is not RecomputeLayers.NONE:
         config["activation_checkpointing"] = {"partition_activations": False}
         notes.append("recomputation: call deepspeed.checkpointing in the model")
+    if degrees.tp > 1 and workload.sequence_parallel:
+        notes.append("sequence parallelism beside tensor parallelism")
     return Export("deepspeed.json", json.dumps(config, indent=1) + "\n", (*notes, *_limitations(plan)))
 
 
-def accelerate(plan: ClusterPlan, shape: TransformerShape) -> Export:
+def accelerate(plan: ClusterPlan, workload: Workload, half: str) -> Export:
     """Accelerate's FSDP configuration."""
-    del shape
     # Accelerate has no pipelines for training: the ranks of all stages become data-parallel ones, and
     # accumulation shrinks accordingly.
     layout, degrees = plan.most_memory_saving, plan.layout.degrees
@@ -167,7 +184,7 @@ def accelerate(plan: ClusterPlan, shape: TransformerShape) -> Export:
     lines = [
         "compute_environment: LOCAL_MACHINE",
         "distributed_type: FSDP",
-        "mixed_precision: bf16",
+        f"mixed_precision: {_SHORT[half]}",
         f"num_machines: {nodes}",
         f"num_processes: {layout.world_size}",
         "fsdp_config:",
@@ -193,13 +210,16 @@ def accelerate(plan: ClusterPlan, shape: TransformerShape) -> Export:
             f"the global batch: {layout.microbatches} microbatches cannot be divided among {degrees.pp} "
             "times as many data-parallel ranks"
         )
+    if degrees.tp > 1 and workload.sequence_parallel:
+        notes.append("sequence parallelism: it is the model's tensor-parallel plan that says so")
     if layout.strategy.zero < 2:
         notes.append(f"ZeRO {layout.zero}: gradients are sharded as well (ZeRO 2)")
     return Export("accelerate_fsdp.yaml", "\n".join(lines) + "\n", (*notes, *_limitations(plan)))
 
 
-def torchtitan(plan: ClusterPlan, shape: TransformerShape) -> Export:
+def torchtitan(plan: ClusterPlan, workload: Workload, half: str) -> Export:
     """Command-line overrides of torchtitan's configuration."""
+    shape = workload.shape
     layout, degrees = plan.most_memory_saving, plan.layout.degrees
     sharded = layout.strategy.zero > 0
     words = {
@@ -215,7 +235,14 @@ def torchtitan(plan: ClusterPlan, shape: TransformerShape) -> Export:
     }
     if layout.cp > 1:
         words["parallelism.context_parallel_degree"] = layout.cp
-    notes = [] if shape.gated and shape.causal else [f"{shape.name}: its models are Llama and similar ones"]
+    notes = ["versions without such flags (since August 2026): set the same in a function that it is told"]
+    if not (shape.gated and shape.causal):
+        notes.append(f"{shape.name}: its models are Llama and similar ones")
+    if half != "bfloat16":
+        words["training.mixed_precision_param"] = "float32"
+        notes.append(f"{half}: it computes in bfloat16 or float32, which is written")
+    if degrees.tp > 1 and not workload.sequence_parallel:
+        notes.append("tensor parallelism without sequence parallelism: it has both together")
     if degrees.pp > 1:
         words["parallelism.pipeline_parallel_schedule"] = layout.schedule_kind.torch_name or "1F1B"
         words["parallelism.pipeline_parallel_microbatch_size"] = layout.samples

@@ -141,6 +141,29 @@ def test_an_estimate_has_context_parallelism(words: list[str], capsys: pytest.Ca
     assert "1/1/2 cp2" in printed and "context parallelism" in printed
 
 
+def test_other_frameworks_get_what_the_runtime_does_not_have(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    degrees = ["--tp", "2", "--pp", "1", "--dp", "1", "--cp", "2", "--micro-batch", "1"]
+    run("cluster", "plan", *words, *degrees, "--sequence-parallel", "--export", str(tmp_path))
+    printed = capsys.readouterr().out
+    assert "FlashAttention, sequence parallelism" in printed
+    names = {"megatron_args.sh", "deepspeed.json", "accelerate_fsdp.yaml", "torchtitan_overrides.sh"}
+    assert names <= {path.name for path in tmp_path.iterdir()} and all(name in printed for name in names)
+    arguments = (tmp_path / "megatron_args.sh").read_text(encoding="utf8")
+    assert "--context-parallel-size 2" in arguments and "--sequence-parallel" in arguments
+
+
+def test_sequence_parallelism_keeps_less(words: list[str], tmp_path: Path) -> None:
+    degrees = ["--tp", "2", "--pp", "1", "--dp", "2", "--micro-batch", "2", "--recomputation", "none"]
+    peaks = []
+    for more in ([], ["--sequence-parallel"]):
+        path = tmp_path / "row.json"
+        run("cluster", "plan", *words, *degrees, "--zero", "1", *more, "--json", str(path))
+        peaks.append(float(json.loads(path.read_text(encoding="utf8"))[0]["gpumem"]))
+    assert peaks[1] < peaks[0]
+
+
 def test_memory_is_what_the_target_keeps(words: list[str], tmp_path: Path) -> None:
     degrees = ["--tp", "1", "--pp", "1", "--dp", "4", "--micro-batch", "2"]
     degrees += ["--zero", "0", "--recomputation", "none"]
@@ -238,6 +261,7 @@ def test_a_plan_is_written_that_runs_and_how_to_start_it(
             ["--csv", "/nowhere/a.csv", "--plot", "a.xyz"],
             "--csv /nowhere/a.csv: folder /nowhere does not exist; --plot a.xyz: must end in .png or .html",
         ),
+        (["--export", "/nowhere/a"], "--export /nowhere/a: there is no such folder"),
         (["--steps", "0"], "--steps 0: must be at least 1"),
         (["--objective", "pareto", "--budget", "3", "--steps", "5"], "leave out --budget and --deadline"),
         (["--schedule", "zb-h1"], "which 16-bit weights do not allow"),

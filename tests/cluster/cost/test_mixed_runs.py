@@ -137,7 +137,7 @@ def test_the_search_finds_it_and_its_plan_tells_how_each_stage_lives(tmp_path: P
         for stage in range(2)
     ]
     assert "recompute full" in text and max(recomputed) > 0
-    megatron, deepspeed, *_ = exports(plan, LOAD.shape)
+    megatron, deepspeed, *_ = exports(plan, LOAD)
     assert f"--recompute-num-layers {max(recomputed)}" in megatron.text
     assert any("strategies chosen item by item" in note for note in deepspeed.notes)
 
@@ -151,7 +151,7 @@ def test_megatron_recomputes_all_where_some_layers_drop_their_scores_alone() -> 
         plan = arrange(prices, MIXED, cells)
         ways = {run.strategy.recompute for stage in plan.runs for run in stage} if plan else set()
         if plan and {RecomputeLayers.SELECTIVE, RecomputeLayers.FULL} <= ways:
-            megatron = exports(plan, load.shape)[0]
+            megatron = exports(plan, load)[0]
             assert "--recompute-method uniform" in megatron.text
             assert "recompute-num-layers 1" in megatron.text
             return

@@ -1,12 +1,19 @@
 """Configurations of other frameworks say what a plan says, in the words of each."""
 
+import json
+import shlex
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
+import yaml
 
 from osdp.cluster.cost.stage import ClusterPrices
 from osdp.cluster.cost.step import price
+from osdp.cluster.devices import parse_devices
 from osdp.cluster.export.breakdown import breakdown, step_parts
-from osdp.cluster.export.frameworks import exports
-from osdp.cluster.plan import ClusterPlan, ParallelLayout, StageSlot
+from osdp.cluster.export.frameworks import Export, exports
+from osdp.cluster.plan import ClusterPlan, ParallelLayout, RecomputeLayers, StageSlot
 from osdp.plan.dims import ParallelDims
 from tests.helpers.clusters import FAST, cluster, node_type, workload
 
@@ -23,7 +30,7 @@ def plan_of(pp: int, dp: int, *, cp: int = 1, zero: int = 1) -> ClusterPlan:
 
 
 def test_context_parallelism_is_exported_where_it_exists() -> None:
-    megatron, deepspeed, accelerate, torchtitan = exports(plan_of(2, 2, cp=2), LOAD.shape)
+    megatron, deepspeed, accelerate, torchtitan = exports(plan_of(2, 2, cp=2), LOAD)
     assert "--context-parallel-size 2 " in megatron.text
     # The batch is that of the data-parallel ranks alone.
     assert "--global-batch-size 8 " in megatron.text and "--pipeline-model-parallel-size 2 " in megatron.text
@@ -31,9 +38,84 @@ def test_context_parallelism_is_exported_where_it_exists() -> None:
     assert "parallelism_config_cp_size: 2" in accelerate.text and "num_processes: 8" in accelerate.text
     assert "--parallelism.context_parallel_degree '2'" in torchtitan.text
     assert "--parallelism.data_parallel_shard_degree '2'" in torchtitan.text
-    assert not any("context" in each.text for each in exports(plan_of(2, 4), LOAD.shape))
-    sharded = exports(plan_of(2, 1, cp=4, zero=0), LOAD.shape)[-1]
+    assert not any("context" in each.text for each in exports(plan_of(2, 4), LOAD))
+    sharded = exports(plan_of(2, 1, cp=4, zero=0), LOAD)[-1]
     assert any("sharded over the 4 context-parallel ranks" in note for note in sharded.notes)
+
+
+def test_precision_dropout_positions_and_overlap_are_exported() -> None:
+    """Bfloat16 was written for a T4, and Megatron-LM's dropout of 0.1 for a Llama."""
+    usual = exports(plan_of(2, 4), LOAD)
+    assert (
+        "--bf16" in usual[0].text and '"bf16"' in usual[1].text and "mixed_precision: bf16" in usual[2].text
+    )
+    assert not any("dropout" in each.text or "--overlap" in each.text for each in usual)
+    llama = replace(LOAD, shape=replace(LOAD.shape, dropout=False, positions=0, rotary_base=500_000))
+    hidden = replace(llama, overlap=0.5, sequence_parallel=True, flash=False)
+    layout = ParallelLayout(ParallelDims(1, 4, 2), 1, 2, zero=1)
+    plan = price(ClusterPrices(NODES, hidden), layout, (0, 8), [StageSlot((2,))])
+    megatron, deepspeed, accelerate, torchtitan = exports(plan, hidden, "float16")
+    for words in (
+        "--fp16", "--hidden-dropout 0.0", "--attention-dropout 0.0", "--rotary-base 500000",
+        "--sequence-parallel",
+        "--overlap-grad-reduce --overlap-param-gather", "--attention-backend unfused",
+    ):  # fmt: skip
+        assert words in megatron.text, words
+    assert json.loads(deepspeed.text)["fp16"] == {"enabled": True}
+    assert json.loads(deepspeed.text)["zero_optimization"] == {"stage": 1, "overlap_comm": True}
+    assert "mixed_precision: fp16" in accelerate.text
+    assert any(note.startswith("float16: it computes in") for note in torchtitan.notes)
+    assert any("sequence parallelism" in note for note in deepspeed.notes)
+
+
+def _options_of(export: Export) -> dict[str, str]:
+    """Names of the options in a file, nested ones with dots, and their values; a flag has none."""
+    if export.file.endswith(".sh"):
+        words = shlex.split(export.text.replace("\\\n", " "))
+        pairs = zip(words, [*words[1:], "--"], strict=True)
+        return {a[2:]: "" if b.startswith("--") else b for a, b in pairs if a.startswith("--")}
+    content = json.loads(export.text) if export.file.endswith(".json") else yaml.safe_load(export.text)
+    found: dict[str, str] = {}
+    for name, value in content.items():
+        inner = value.items() if isinstance(value, dict) else ()
+        found |= {f"{name}.{key}": str(each) for key, each in inner} or {name: str(value)}
+    return found
+
+
+@pytest.mark.parametrize("half", ["bfloat16", "float16"])
+def test_every_option_is_one_of_the_framework(half: str) -> None:
+    """Names and words of their argument parsers are in a file, with the commits they were read from."""
+    known = json.loads((Path(__file__).parent / "framework_options.json").read_text(encoding="utf8"))
+    llama = replace(LOAD.shape, dropout=False, positions=0, rotary_base=500_000, gated=True, biases=False)
+    loads = (
+        LOAD,
+        replace(LOAD, shape=replace(llama, tied=False, kv_heads=4, head_width=128), overlap=0.5),
+        replace(LOAD, flash=False, sequence_parallel=True, overlap=1.0),
+    )
+    layouts = [
+        ParallelLayout(ParallelDims(pp, 8 // pp // tp, tp), 1, pp * tp, zero=zero, recompute=recompute)
+        for pp, tp, zero, recompute in (
+            (1, 1, 0, RecomputeLayers.NONE), (1, 2, 1, RecomputeLayers.FULL), (2, 1, 1, RecomputeLayers.FULL),
+            (1, 1, 3, RecomputeLayers.FULL), (2, 2, 2, RecomputeLayers.NONE),
+        )
+    ]  # fmt: skip
+    unknown: set[str] = set()
+    for load in loads:
+        for layout in layouts:
+            pp = layout.degrees.pp
+            bounds = (0, *range(8 // pp, 8, 8 // pp), 8)
+            plan = price(ClusterPrices(NODES, load), layout, bounds, [StageSlot((2 // pp,))] * pp)
+            for export, (name, framework) in zip(exports(plan, load, half), known.items(), strict=True):
+                for option, value in _options_of(export).items():
+                    words = framework["options"].get(option, {}).get("choices", [value])
+                    if option not in framework["options"] or value not in map(str, words):
+                        unknown.add(f"{name}: {option} {value}")
+    assert unknown == set()
+
+
+def test_gpus_before_ampere_compute_in_float16() -> None:
+    assert parse_devices("8 x T4").half == parse_devices("8 x V100").half == "float16"
+    assert parse_devices("8 x A100").half == NODES.half == "bfloat16"
 
 
 def test_the_breakdown_adds_up_with_the_exchanges() -> None:
@@ -53,7 +135,7 @@ def test_stages_of_a_rank_are_exported_in_model_order(stages: int) -> None:
     )
     load = workload(13, global_batch=8)
     plan = price(ClusterPrices(NODES, load), layout, (0, 8, 15), [StageSlot((1,))] * 2)
-    megatron, *_, torchtitan = exports(plan, load.shape)
+    megatron, *_, torchtitan = exports(plan, load)
     # Ranks have seven and six layers; the embedding's stage has no more than others of its rank.
     parts = {2: "Ettt|ttt|tttt|tttL", 3: "Ett|tt|tt|tt|ttt|ttL", 4: "Et|tt|tt|tt|tt|t|tt|tL"}[stages]
     assert f"--pipeline-model-parallel-layout '{parts}'" in megatron.text
