@@ -7,6 +7,7 @@ Start at :mod:`osdp.cli.cluster.commands`.
 - ``goal``: objective and limits of ``plan``
 - ``outputs``: output files of ``plan``
 - ``runnable``: ``osdp cluster plan --out``
+- ``exports``: ``osdp cluster plan --export``
 - ``report``: ``osdp cluster plan --report``
 - ``calibrate``: ``osdp cluster calibrate``
 """
