@@ -23,6 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from osdp.comm.groups import Grid
 from osdp.comm.messages import PendingMessages
+from osdp.plan.shard_math import SMALL_SHARD
 from osdp.plan.sharding import Route
 from osdp.torch_private.distributed import (
     AllGather,
@@ -250,9 +251,6 @@ def _swap(sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], group:
         work.wait()
 
 
-#: Shards of fewer elements are sent together: a message takes as long as this many bytes.
-_SMALL = 16384
-
 #: Most bytes that are packed at a time, which plans do not count. In shards over many ranks all parameters
 #: are small: those of an MLP over 64 ranks took their whole size once more.
 _MOST_PACKED = 2**19
@@ -263,7 +261,7 @@ Parts = Sequence[Sequence[torch.Tensor]]
 
 def _packed_bytes(of_ranks: Sequence[torch.Tensor]) -> int:
     """Bytes of a tensor's parts if they are small, so that they are packed; 0 otherwise."""
-    if max(part.numel() for part in of_ranks) >= _SMALL:
+    if max(part.numel() for part in of_ranks) >= SMALL_SHARD:
         return 0
     return sum(part.nbytes for part in of_ranks)
 

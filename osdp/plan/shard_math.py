@@ -5,6 +5,9 @@ from itertools import pairwise
 
 from osdp.model.description import Operator
 
+#: Shards of fewer elements are sent together: a message takes as long as this many do.
+SMALL_SHARD = 16384
+
 
 def padded_numel(shape: Sequence[int], num_shards: int) -> int:
     """Number of elements of a tensor whose dim 0 is padded to ``num_shards`` equal shards.

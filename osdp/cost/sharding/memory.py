@@ -199,6 +199,17 @@ def _gathered(units: UnitCosts) -> Floats:
     return units.unsharded + np.maximum(units.unsharded, units.gather_buffers)
 
 
+def _not_rerun(view: View) -> Floats:
+    """Activations of units that are whole recomputed blocks, ``(U,)``: their forward is rerun only later.
+
+    Such a unit is gathered, and the next one ahead, when the gradient of its output arrives. The units inside
+    a block are gathered while its forward is rerun.
+    """
+    units, again = view.units, view.problem.timeline.recompute
+    whole = units.recomputed & (again.until[units.start] == 2 * units.stop)
+    return np.where(whole, again.saving[units.start], 0.0)
+
+
 def _backward(view: View) -> Floats:
     """Bytes during the compute of a region in backward."""
     activations = view.fixed(view.root.backward.peak, view.region) + view.recomputed_backward()
@@ -210,7 +221,7 @@ def _backward(view: View) -> Floats:
 
 def _backward_unshard(view: View) -> Floats:
     """Bytes at the copy-out of an unshard in backward, before its gradients and the next prefetch."""
-    copied = view.at_edge(_gathered(view.units), lambda: _beginning(view))
+    copied = view.at_edge(_gathered(view.units) - _not_rerun(view), lambda: _beginning(view))
     activations = view.fixed(view.root.backward.start, view.region // 2) + view.recomputed_backward()
     return (
         activations + view.kept_before() + view.own(copied) + view.gradients_after() + view.scattered_input()
@@ -219,7 +230,7 @@ def _backward_unshard(view: View) -> Floats:
 
 def _prefetch(view: View) -> Floats:
     """Bytes while the next unit is gathered ahead, when a unit is whole and has no gradients yet."""
-    gathered = view.at_edge(view.units.unsharded, lambda: _beginning(view))
+    gathered = view.at_edge(view.units.unsharded - _not_rerun(view), lambda: _beginning(view))
     activations = view.fixed(view.root.backward.start, view.region // 2) + view.recomputed_backward()
     units = view.kept_before() + view.own(gathered) + view.gradients_after()
     return activations + units + view.scattered_input() + view.prefetched(gathering=True)

@@ -13,7 +13,7 @@ from osdp.cost.sharding.sliced_costs import SlicedCosts, cost_slices
 from osdp.hardware.profile import OptimizerProfile
 from osdp.model.description import DTYPE_BYTES, Operator, Parameter
 from osdp.model.training import Training
-from osdp.plan.shard_math import padded_numel, shard_numel
+from osdp.plan.shard_math import SMALL_SHARD, padded_numel, shard_numel
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +40,7 @@ class OperatorCosts:
     local_whole: Floats
     num_parameters: Floats
     num_trainable: Floats
+    num_messages: Floats  # of those, the ones whose shards are sent by themselves after a step
     num_cast: Floats  # gradients that are reduced in another dtype than autograd makes them in
     copy_in: Floats
     cast_in: Floats  # not a prefix sum: shape (K,)
@@ -244,6 +245,9 @@ _COLUMNS: dict[str, Callable[[Operator, int, Training], int]] = {
     "low_precision": _low_precision,
     "num_parameters": lambda op, n, training: len(op.parameters),
     "num_trainable": lambda op, n, training: len(_trainable(op)),
+    "num_messages": lambda op, n, training: sum(
+        shard_numel(p.shape, n) >= SMALL_SHARD for p in _trainable(op)
+    ),
     "num_cast": lambda op, n, training: len(_cast_gradients(op, training)),
 }
 

@@ -4,7 +4,11 @@ from dataclasses import dataclass, replace
 
 from osdp.arrays import Floats
 from osdp.hardware.device_info import DeviceInfo, Link
+from osdp.plan.shard_math import SMALL_SHARD
 from osdp.plan.sharding import Route
+
+#: Bytes of an element, for what a message takes.
+_FLOAT32 = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,13 +72,19 @@ class ShardGroup:
         first = column if self.copies and not self.route.by_exchange else 0.0
         return column + max(first, row if self.copies else 0.0)
 
-    def exchange_seconds(self, nbytes: Floats) -> Floats:
-        """Seconds in which all ranks send each other their shards of tensors of ``nbytes`` in all.
+    def exchange_seconds(self, nbytes: Floats, num_messages: Floats) -> Floats:
+        """Seconds in which all ranks send each other their shards of stepped tensors.
 
-        A reduction by exchange sends the same messages, and adds them up.
+        All that an optimizer has stepped is sent at once, whatever its units
+        (:func:`osdp.comm.collectives.gather_in_place`): what one message takes counts for large shards, and
+        no unit has a latency of its own. A reduction by exchange sends the same messages, and adds them up.
+
+        Args:
+            nbytes: Bytes of the tensors.
+            num_messages: Number of tensors whose shards are not sent together with others.
         """
         link = self.reduce if self.route.by_exchange else self.gather
-        return link.latency + nbytes / link.bandwidth
+        return (nbytes + num_messages * SMALL_SHARD * _FLOAT32) / link.bandwidth
 
     @property
     def reduce_latency(self) -> float:

@@ -215,7 +215,9 @@ def _optimizer_step(
         + optimizer.per_byte * np.where(kinds.in_shards, span(costs.local_sharded), local_whole)
         # Updated shards are gathered, whichever way the backend does it faster.
         + np.where(
-            kinds.steps_in_shards & (num_trainable > 0), costs.shard_group.exchange_seconds(local_whole), 0.0
+            kinds.steps_in_shards,
+            costs.shard_group.exchange_seconds(local_whole, span(costs.num_messages)),
+            0.0,
         )
     )
     if not costs.temporaries_add:

@@ -8,7 +8,13 @@ import pytest
 
 from osdp.cost.sharding.problem import RootUnitCost, StepSettings, build_problem, cost_root
 from osdp.cost.sharding.simulate import simulate_units
-from osdp.cost.sharding.strategies import FULL_SHARD, NO_SHARD, UnitStrategy, strategy_table
+from osdp.cost.sharding.strategies import (
+    FULL_SHARD,
+    NO_SHARD,
+    SHARD_OPTIMIZER,
+    UnitStrategy,
+    strategy_table,
+)
 from osdp.cost.sharding.time import compute_after, compute_until, unit_seconds
 from osdp.cost.sharding.unit_costs import cost_units
 from osdp.cost.sharding.units import UnitCosts
@@ -128,6 +134,22 @@ def test_units_of_many_small_parameters_take_longer_to_gather_and_to_reduce() ->
     gather, reduce = dear.gather_seconds - free.gather_seconds, dear.reduce_seconds - free.reduce_seconds
     assert gather == pytest.approx([0.5 * len(found) for found in parameters])
     assert reduce == pytest.approx([0.5 * sum(p.trainable for p in found) for found in parameters])
+
+
+def test_what_was_stepped_in_shards_is_sent_at_once() -> None:
+    """A latency was counted for each unit: a ResNet's step was priced at twice what it took."""
+    problem = random_problem(3, 3, 2)
+    count = len(problem.timeline.chain)
+
+    def step_seconds(starts: list[int]) -> float:
+        strategies = strategy_table([SHARD_OPTIMIZER] * len(starts))
+        found = cost_units(problem.costs, starts, [*starts[1:], count], strategies, problem.device)
+        return float(found.step_seconds.sum())
+
+    assert step_seconds(list(range(count))) == pytest.approx(step_seconds([0]))
+    link = problem.costs.shard_group.gather
+    one = problem.costs.shard_group.exchange_seconds(np.array([2.0**20]), np.array([1.0]))
+    assert one.tolist() == pytest.approx([(2**20 + 2**16) / link.bandwidth])
 
 
 def test_what_a_pass_takes_outside_the_units() -> None:
