@@ -47,6 +47,7 @@ class OperatorCosts:
     largest_gradient: Floats  # not a prefix sum: shape (K,)
     last_gradient: Floats  # not a prefix sum: shape (K,)
     world_size: int
+    model_bytes: float  # trainable parameters of all operators of the model, these and others
     accumulates: bool  # several microbatches
     temporary_sharded: Floats  # of the optimizer step; prefix sums if additive, else shape (K,)
     temporary_whole: Floats
@@ -70,11 +71,12 @@ def cost_operators(
     training: Training,
     optimizer: OptimizerProfile,
     device_kind: str,
+    model_bytes: float,
     host_optimizer: OptimizerProfile | None = None,
 ) -> OperatorCosts:
     """Costs of each operator in each shard group."""
     first, *others = (
-        _cost_in(operators, shard_group, training, optimizer, device_kind, host_optimizer)
+        _cost_in(operators, shard_group, training, optimizer, device_kind, model_bytes, host_optimizer)
         for shard_group in shard_groups
     )
     return replace(first, others=tuple(others))
@@ -86,6 +88,7 @@ def _cost_in(
     training: Training,
     optimizer: OptimizerProfile,
     device_kind: str,
+    model_bytes: float,
     host_optimizer: OptimizerProfile | None,
 ) -> OperatorCosts:
     world_size = shard_group.num_shards
@@ -122,6 +125,7 @@ def _cost_in(
             [[0, *_gradients(op, _computed(op, training))][-1] for op in operators], dtype=float
         ),
         world_size=world_size,
+        model_bytes=model_bytes,
         accumulates=training.microbatches > 1,
         temporary_sharded=_temporaries(locals_sharded, training, device_kind, add),
         temporary_whole=_temporaries(locals_whole, training, device_kind, add),

@@ -185,10 +185,11 @@ def build_problem(
     # Plain tensors save the optimizer's overhead per DTensor.
     dtypes = [p.dtype for operator in operators for p in operator.parameters if p.trainable]
     stepped = training.stepping(dtypes, device.kind)
+    model_bytes = sum(p.nbytes for operator in operators for p in operator.parameters if p.trainable)
     optimizer = _optimizer(profile, device)
     return ShardingProblem(
         timeline=timeline,
-        costs=_operator_costs(timeline.chain, device, stepped, profile),
+        costs=_operator_costs(timeline.chain, device, stepped, profile, model_bytes),
         settings=StepSettings(
             # On one device FSDP2 has no streams for its copies.
             blocking=device.blocking or device.world_size == 1,
@@ -260,7 +261,7 @@ def cost_root(
 
     trained = [op for op in sharded if any(parameter.trainable for parameter in op.parameters)]
     last = sorted(trained, key=lambda op: op.first)[-1:]
-    costs = _operator_costs(last, problem.device, problem.stepped, problem.profile)
+    costs = _costs_of(problem, last)
     # 2. When each gradient appears in backward, and the temporaries of the optimizer step.
     arriving = [(operator, units) for (operator, _), (units, _) in zip(buckets, whole, strict=True)]
     arrivals = _gradient_arrivals(problem, sharded, arriving)
@@ -329,7 +330,7 @@ def _gradient_arrivals(
 def _cost_group(
     problem: ShardingProblem, operators: Sequence[Operator], strategy: UnitStrategy
 ) -> tuple[UnitCosts, float]:
-    costs = _operator_costs(operators, problem.device, problem.stepped, problem.profile)
+    costs = _costs_of(problem, operators)
     # No operators make no unit, so that all sums are zero.
     count = min(len(operators), 1)
     units = cost_units(
@@ -341,8 +342,18 @@ def _cost_group(
     return units, float(value)
 
 
+def _costs_of(problem: ShardingProblem, operators: Sequence[Operator]) -> OperatorCosts:
+    return _operator_costs(
+        operators, problem.device, problem.stepped, problem.profile, problem.costs.model_bytes
+    )
+
+
 def _operator_costs(
-    operators: Sequence[Operator], device: DeviceInfo, training: Training, profile: Profile
+    operators: Sequence[Operator],
+    device: DeviceInfo,
+    training: Training,
+    profile: Profile,
+    model_bytes: float,
 ) -> OperatorCosts:
     return cost_operators(
         operators,
@@ -351,6 +362,7 @@ def _operator_costs(
         optimizer=_optimizer(profile, device),
         host_optimizer=profile.host_optimizer,
         device_kind=device.kind,
+        model_bytes=model_bytes,
     )
 
 

@@ -72,19 +72,22 @@ class ShardGroup:
         first = column if self.copies and not self.route.by_exchange else 0.0
         return column + max(first, row if self.copies else 0.0)
 
-    def exchange_seconds(self, nbytes: Floats, num_messages: Floats) -> Floats:
+    def exchange_seconds(self, nbytes: Floats, num_messages: Floats, model_bytes: float) -> Floats:
         """Seconds in which all ranks send each other their shards of stepped tensors.
 
         All that an optimizer has stepped is sent at once, whatever its units
         (:func:`osdp.comm.collectives.gather_in_place`): what one message takes counts for large shards, and
-        no unit has a latency of its own. A reduction by exchange sends the same messages, and adds them up.
+        one latency for all together, of which tensors have a share by their bytes. A reduction by exchange
+        sends the same messages, and adds them up.
 
         Args:
             nbytes: Bytes of the tensors.
             num_messages: Number of tensors whose shards are not sent together with others.
+            model_bytes: Bytes of all trainable parameters.
         """
         link = self.reduce if self.route.by_exchange else self.gather
-        return (nbytes + num_messages * SMALL_SHARD * _FLOAT32) / link.bandwidth
+        share = nbytes / max(model_bytes, 1.0)
+        return (nbytes + num_messages * SMALL_SHARD * _FLOAT32) / link.bandwidth + share * link.latency
 
     @property
     def reduce_latency(self) -> float:

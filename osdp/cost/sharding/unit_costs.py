@@ -216,7 +216,7 @@ def _optimizer_step(
         # Updated shards are gathered, whichever way the backend does it faster.
         + np.where(
             kinds.steps_in_shards,
-            costs.shard_group.exchange_seconds(local_whole, span(costs.num_messages)),
+            costs.shard_group.exchange_seconds(local_whole, span(costs.num_messages), costs.model_bytes),
             0.0,
         )
     )

@@ -148,8 +148,8 @@ def test_what_was_stepped_in_shards_is_sent_at_once() -> None:
 
     assert step_seconds(list(range(count))) == pytest.approx(step_seconds([0]))
     link = problem.costs.shard_group.gather
-    one = problem.costs.shard_group.exchange_seconds(np.array([2.0**20]), np.array([1.0]))
-    assert one.tolist() == pytest.approx([(2**20 + 2**16) / link.bandwidth])
+    one = problem.costs.shard_group.exchange_seconds(np.array([2.0**20]), np.array([1.0]), 2.0**22)
+    assert one.tolist() == pytest.approx([(2**20 + 2**16) / link.bandwidth + link.latency / 4])
 
 
 def test_what_a_pass_takes_outside_the_units() -> None:
