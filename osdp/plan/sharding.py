@@ -159,7 +159,7 @@ class Prediction:
         step_seconds: One training step with all its microbatches.
         compute_seconds: Forward and backward.
         communication_seconds: Exposed communication: collectives that block compute, and the part of the
-            others that is not overlapped.
+            others that is not overlapped; and what the runtime's hooks take beyond compute.
         optimizer_seconds: The optimizer step.
         peak_bytes: Peak of the live tensor bytes.
         peak_moment: The moment of the step at which the peak is reached.

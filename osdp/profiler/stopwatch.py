@@ -24,7 +24,8 @@ class Seconds(NamedTuple):
 
     Attributes:
         device: Until the device has done it.
-        host: Until the host has issued it to an accelerator; 0 where the host computes itself.
+        host: Until the host has issued it to an accelerator; 0 where the host computes itself. It is about
+            ``device`` where the queue is full, or where values are read: then no more can be issued, either.
     """
 
     device: float
@@ -48,7 +49,7 @@ class Clock:
         self._now = compute_clock()
 
     def mark(self) -> Instant:
-        """Instant the current point in time, in the order of the device's work."""
+        """Mark the current point in time, in the order of the device's work."""
         if not self._is_cuda:
             return Instant(self._now(), 0.0)
         event = torch.cuda.Event(enable_timing=True)

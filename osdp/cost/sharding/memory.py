@@ -200,14 +200,13 @@ def _gathered(units: UnitCosts) -> Floats:
 
 
 def _not_rerun(view: View) -> Floats:
-    """Activations of units that are whole recomputed blocks, ``(U,)``: their forward is rerun only later.
+    """Activations of recomputed blocks, ``(U,)``, that are not there while a block is gathered again.
 
-    Such a unit is gathered, and the next one ahead, when the gradient of its output arrives. The units inside
-    a block are gathered while its forward is rerun.
+    A recomputed block is a unit, or replicated: it is gathered, and the next unit ahead, when the gradient of
+    its output arrives, before its forward is rerun.
     """
-    units, again = view.units, view.problem.timeline.recompute
-    whole = units.recomputed & (again.until[units.start] == 2 * units.stop)
-    return np.where(whole, again.saving[units.start], 0.0)
+    units = view.units
+    return np.where(units.recomputed, view.problem.timeline.recompute.not_rerun[units.start], 0.0)
 
 
 def _backward(view: View) -> Floats:

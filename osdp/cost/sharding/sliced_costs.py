@@ -118,7 +118,9 @@ class SlicedCosts:
             gather_seconds=chosen(gather_seconds, units.gather_seconds),
             reduce_seconds=chosen(reduce_seconds, units.reduce_seconds),
             host_gather=chosen(on_host * count * gather.latency, units.host_gather),
-            host_reduce=chosen(on_host * trains * count * reduce.latency, units.host_reduce),
+            host_reduce=chosen(
+                on_host * (trains * count * reduce.latency + (bias > 0) * average.latency), units.host_reduce
+            ),
             step_seconds=chosen(
                 optimizer.per_dtensor * self.num_trainable[k] + optimizer.per_byte * self.local[k],
                 units.step_seconds,

@@ -1,11 +1,11 @@
-"""Time of a step on two resources, the device and the link between devices.
+"""Time of a step: of the device, of the link between devices, and of the host that issues to accelerators.
 
 ``max_k (device until k + link after k)`` over the moments *k* of backward at which a unit's reduction may
 start; collectives that block compute count on both. An asynchronous all-reduce occupies the link for all of
 its time, and the device for the part that compute does not hide; and compute that runs beside a busy link
-slows it down by the part that is not hidden either (``compute_overlap``). The step time is a maximum of
-functions that are linear in the units, which makes exact search possible: :func:`time_row` gives the function
-that attains it.
+slows it down by the part that is not hidden either (``compute_overlap``). An accelerator waits where the host
+takes longer to issue a pass, with its hooks and collectives. The step time is a maximum of functions that are
+linear in the units, which makes exact search possible: :func:`time_row` gives the function that attains it.
 
 ::
 
@@ -29,8 +29,8 @@ class CriticalMoment(NamedTuple):
     """Critical moment of each pass: operators at which the link determines the time; -1 for none.
 
     ``forward`` is the operator before whose compute the link is critical, ``backward`` the one after whose
-    backward it is. :data:`HOST` in their place says that the host's work takes longest; so does ``silent`` of
-    a backward that reduces nothing, which no link determines.
+    backward it is. Each may be :data:`HOST` instead. No link determines a backward that reduces nothing:
+    ``silent`` is -1 or :data:`HOST`.
     """
 
     forward: int = -1
@@ -91,7 +91,9 @@ def unit_seconds(
     # 3. Device time of a backward: hooks, collectives that block, copies into buckets, recomputation.
     copied = np.where(units.largest_gradient > 0, units.bucket / settings.copy_bandwidth, 0.0)
     silent = hooks + per_gradient + held_up * regather + copied + np.where(units.sliced, reduce, 0.0)
+    # Slices are gathered and reduced in every backward; what is kept of them is counted all the same.
     host_silent = entered + received + np.where(regather > 0, units.host_gather, 0.0)
+    host_silent += np.where(units.sliced, units.host_reduce, 0.0)
     if recompute is not None:
         silent += np.where(units.recomputed, recompute.seconds[units.start], 0.0)
         host_silent += np.where(units.recomputed, recompute.host_seconds[units.start], 0.0)
@@ -104,7 +106,7 @@ def unit_seconds(
         link=regather + np.where(units.in_root, 0.0, reduce),
         link_after=np.where(replicated, overlap, 1 - held_up) * reduce,
         host_forward=entered + units.host_gather,
-        host_backward=host_silent + units.host_reduce,
+        host_backward=host_silent + np.where(units.sliced, 0.0, units.host_reduce),
         host_silent=host_silent,
     )
 

@@ -64,6 +64,8 @@ class RecomputeSpan:
 
     Attributes:
         saving: Activation bytes that are not kept in between.
+        not_rerun: The part of them that is counted when the backward of the block's last operator begins, but
+            is not there yet when the block is gathered for it; what comes behind that operator is freed.
         until: Region after the block's last operator; in later ones, forward has freed them, and backward has
             not made them again.
         excess: Bytes that rerunning its forward needs at the beginning of its backward, beyond what the
@@ -77,6 +79,7 @@ class RecomputeSpan:
     """
 
     saving: Floats
+    not_rerun: Floats
     until: Ints
     excess: Floats
     rerun_input: Floats
@@ -330,7 +333,7 @@ def _recompute(
         if it is recomputed       handed_on, the given input and a random state: no more, and no less
     """
     count = len(chain)
-    names = ("saving", "excess", "rerun_input", "rerun_input_early", "seconds", "host_seconds")
+    names = ("saving", "not_rerun", "excess", "rerun_input", "rerun_input_early", "seconds", "host_seconds")
     floats = {name: np.zeros(count) for name in names}
     # Behind all regions where there is no block.
     until, possible = np.full(count, 2 * count + 1, dtype=np.int64), np.zeros(count, dtype=bool)
@@ -358,6 +361,8 @@ def _recompute(
         again = walk.down[b] - saving + float(np.max(walk.up_high[a:b] - walk.up[a]))
         last = chain[stop - 1]
         floats["saving"][start] = saving
+        behind = walk.down[b] - walk.down[last.last + 1]
+        floats["not_rerun"][start] = max(0.0, saving - behind)
         held = given if released is None else sum(dropped) + held_on
         floats["rerun_input"][start] = held + random_state
         highest = float(walk.down_high[last.first : last.last + 1].max())

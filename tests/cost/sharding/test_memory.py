@@ -295,3 +295,22 @@ def test_the_root_units_last_gradient_outlives_the_copy_into_its_reduction() -> 
         -1: LOOSE_BYTES + (shards + whole + whole) * MIB,
         1: LOOSE_BYTES + (shards + 8 + whole + whole // 2) * MIB,
     }
+
+
+def test_what_a_block_computes_behind_its_parameters_is_not_subtracted_twice() -> None:
+    """Backward frees it before it reaches the last operator, whether the block is recomputed or not."""
+    model_desc, profile = stack(8, 8)
+    nothing = Work(*(Affine(0.0, 0.0),) * 4)
+    none = Affine(0.0, 0.0)
+    behind = Segment("op1", 0, 1, (), "behind", (), nothing, nothing, none, none, none)
+    operators = tuple(replace(operator, block=operator.name) for operator in model_desc.operators)
+    segments = (*(replace(s, dropped_bytes=none, released_bytes=none) for s in model_desc.segments), behind)
+    model_desc = replace(model_desc, operators=operators, segments=segments)
+    forward, backward = PassProfile(0.0, 16 * MIB, 16 * MIB), PassProfile(0.0, -16 * MIB, 0)
+    saved = [replace(s, forward=forward, backward=backward) for s in profile.segments]
+    saved.append(replace(saved[0], signature="behind"))
+    profile = replace(profile, segments=tuple(saved), model=model_desc.fingerprint)
+    again = build_timeline(model_desc, profile).recompute
+    # Of 32 MiB, 16 are gone when the backward of the last operator begins.
+    assert again.saving[1] - again.not_rerun[1] == pytest.approx(16 * MIB, abs=2**16)
+    assert again.not_rerun[0] == again.saving[0]
