@@ -211,7 +211,10 @@ def _rotary_base(config: Mapping[str, Any]) -> int:
     """Base of rotary positions, 0 if it is the usual one; transformers 5 has it one level deeper."""
     inner = config.get("rope_parameters")
     found = inner.get("rope_theta") if isinstance(inner, Mapping) else None
-    base = int(found or config.get("rope_theta") or 0)
+    found = found or config.get("rope_theta") or 0
+    if isinstance(found, bool) or not isinstance(found, (int, float)):
+        raise ValueError(f"rope_theta must be a number, got {quote(found)}")
+    base = int(found)
     return 0 if base == _USUAL_ROTARY_BASE else base
 
 

@@ -85,8 +85,9 @@ def plan(request: ClusterRequest, goal: GoalOptions, outputs: OutputFiles) -> No
     chosen = found.plans[0]
     if outputs.out is not None:
         chosen = write_runnable(found.plans, prices, request, outputs.out)
-    if outputs.export is not None:
-        write_exports(outputs.export, chosen, prices)
+    # A runnable plan has them beside it.
+    if outputs.export is not None and (outputs.out is None or outputs.export != outputs.out.parent):
+        write_exports(outputs.export, chosen, prices, request.half)
     if outputs.report is not None:
         advance = _progress("parts of the front")
         write_page(outputs.report, chosen, found, plans, prices, space, goal, _basis(prices), advance)
@@ -99,6 +100,10 @@ def estimate(
     request: ClusterRequest,
     partition: Annotated[
         str | None, typer.Option(help="number of items of each stage, for example 13-12-12-13")
+    ] = None,
+    export: Annotated[
+        Path | None,
+        typer.Option(help="folder for the layout as configurations of Megatron-LM, DeepSpeed and others"),
     ] = None,
 ) -> None:
     """Estimate time and memory of one layout of --model on --cluster, with a breakdown of each.
@@ -142,6 +147,8 @@ def estimate(
         )
     typer.echo("")
     typer.echo(breakdown(plan, prices.cluster, prices.workload.shape))
+    if export is not None:
+        write_exports(export, plan, prices, request.half)
 
 
 @app.command()

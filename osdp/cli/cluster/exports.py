@@ -5,23 +5,29 @@ from pathlib import Path
 import typer
 
 from osdp.cluster.cost.stage import ClusterPrices
+from osdp.cluster.cost.step import nodes_of
 from osdp.cluster.export.frameworks import exports
 from osdp.cluster.plan import ClusterPlan
 from osdp.text import wrapped
 
 
-def write_exports(folder: Path, plan: ClusterPlan, prices: ClusterPrices) -> None:
-    """Write a plan as each framework is told it, and say what each cannot express.
+def write_exports(folder: Path, plan: ClusterPlan, prices: ClusterPrices, half: str | None = None) -> None:
+    """Write a plan as each framework is told it, and what each cannot express, which is printed as well.
 
     Args:
-        folder: An existing folder.
+        folder: Where; made if it does not exist.
         plan: The plan.
         prices: Costs of the workload on the cluster.
+        half: The 16-bit format to compute in; that of the nodes of the plan if ``None``.
 
     Raises:
         OSError: A file cannot be written.
     """
-    for export in exports(plan, prices.workload, prices.cluster.half):
+    folder.mkdir(exist_ok=True)
+    half = half or prices.cluster.part(nodes_of(plan.slots)).half
+    told = []
+    for export in exports(plan, prices.workload, half):
         (folder / export.file).write_text(export.text, encoding="utf8")
-        missing = f"; not expressed: {'; '.join(export.notes)}" if export.notes else ""
-        typer.echo(wrapped(f"written: {export.file}{missing}"))
+        told.append(f"{export.file}: not expressed: {'; '.join(export.notes) or 'nothing'}")
+        typer.echo(wrapped(f"written: {told[-1]}"))
+    (folder / "exports.txt").write_text("\n".join(map(wrapped, told)) + "\n", encoding="utf8")

@@ -42,14 +42,15 @@ class OutputFiles:
             "plot": self.plot,
             "report": self.report,
             "out": self.out,
+            "export": self.export,
         }
         faults = [
             f"--{name} {path}: folder {path.parent} does not exist"
             for name, path in files.items()
             if path is not None and not path.parent.is_dir()
         ]
-        if self.export is not None and not self.export.is_dir():
-            faults.append(f"--export {self.export}: there is no such folder")
+        if self.export is not None and self.export.exists() and not self.export.is_dir():
+            faults.append(f"--export {self.export}: is a file, not a folder")
         if self.plot is not None and self.plot.suffix not in (".png", ".html"):
             faults.append(f"--plot {self.plot}: must end in .png or .html")
         if faults:

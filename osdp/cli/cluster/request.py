@@ -132,11 +132,27 @@ class ClusterRequest:
         if self.target is not None:
             workload = as_trained_by(workload, self.target)
         cluster = load_cluster(self.cluster)
+        if self.half == "bfloat16" and cluster.half != "bfloat16":
+            slow = ", ".join(group.node.gpu.name for group in cluster.groups if not group.node.gpu.bfloat16)
+            raise ValueError(f"--target {self.target} computes in bfloat16, which {slow} does not have")
+        if self.flash is None and found is None and cluster.half == "float16" and self._is_megatron:
+            # Its kernels of FlashAttention are for Ampere and later (Transformer Engine, flash-attn 2).
+            workload = replace(workload, flash=False)
         profiles = [LayerProfile.load(path) for path in self.layer_times]
         _require_measured(profiles, workload, cluster, changed_fields(self.model, self.fields))
         if found is None:
             return ClusterPrices(cluster, workload, profiles=profiles)
         return ClusterPrices(found.apply_to(cluster), workload, found.rates, profiles)
+
+    @property
+    def half(self) -> str | None:
+        """The 16-bit format that the target computes in; ``None`` if it says none."""
+        names = {"bf16": "bfloat16", "fp16": "float16"}
+        return None if self.target is None else names.get(self.target.rpartition("-")[2])
+
+    @property
+    def _is_megatron(self) -> bool:
+        return self.target in (Target.MEGATRON_BF16, Target.MEGATRON_FP16)
 
     def space(self, workload: Workload) -> LayoutSpace:
         """Choices that the options leave open.

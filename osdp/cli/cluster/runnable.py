@@ -92,7 +92,7 @@ def write_runnable(
         config = out.with_name(f"{out.stem}.config.json")
         config.write_text(model.config.to_json_string(use_diff=False), encoding="utf8")
         typer.echo(f"written: {config.name}, the configuration of the {type(model).__name__}")
-    write_exports(out.parent, plan, prices)
+    write_exports(out.parent, plan, prices, request.half)
     return plan
 
 

@@ -16,8 +16,9 @@ from osdp.cluster.export.breakdown import describe
 from osdp.cluster.plan import ClusterPlan, RecomputeLayers, Workload, chunks, num_layers
 from osdp.cluster.transformer import TransformerShape
 
-#: Short names of 16-bit formats.
+#: Short names of 16-bit formats, and what there is none of.
 _SHORT = {"bfloat16": "bf16", "float16": "fp16"}
+_WHOLE = "float32"
 
 #: Schedules that these frameworks run.
 _MEGATRON_SCHEDULES, _DEEPSPEED_SCHEDULE = ("1f1b", "interleaved"), "1f1b"
@@ -44,8 +45,10 @@ def exports(plan: ClusterPlan, workload: Workload, half: str = "bfloat16") -> tu
     Args:
         plan: The plan.
         workload: What it was made for.
-        half: The 16-bit format to compute in, :attr:`osdp.cluster.hardware.Cluster.half`.
+        half: The 16-bit format to compute in, :attr:`osdp.cluster.hardware.Cluster.half`; not used where the
+            workload computes in float32.
     """
+    half = half if workload.weight_bytes <= 2 else _WHOLE
     return tuple(export(plan, workload, half) for export in (megatron, deepspeed, accelerate, torchtitan))
 
 
@@ -67,7 +70,7 @@ def megatron(plan: ClusterPlan, workload: Workload, half: str) -> Export:
         "micro-batch-size": layout.samples,
         "global-batch-size": layout.samples * layout.microbatches * degrees.dp,
     }
-    flags = [_SHORT[half]]
+    flags = [_SHORT[half]] if half in _SHORT else []
     if layout.cp > 1:
         words |= {"context-parallel-size": layout.cp}
     if degrees.tp > 1 and workload.sequence_parallel:
@@ -95,6 +98,8 @@ def megatron(plan: ClusterPlan, workload: Workload, half: str) -> Export:
     text = [f"--{name} {value}" for name, value in words.items()] + [f"--{flag}" for flag in flags]
     # 2. Recomputation.
     notes = []
+    if degrees.tp > 1 or layout.cp > 1:
+        notes.append("an environment variable: GPUs before Blackwell need CUDA_DEVICE_MAX_CONNECTIONS=1")
     zero = layout.strategy.zero
     recomputes = {run.strategy.recompute for stage in plan.runs for run in stage}
     if recomputes == {RecomputeLayers.NONE, RecomputeLayers.FULL}:
@@ -142,15 +147,22 @@ def _megatron_layout(plan: ClusterPlan, shape: TransformerShape) -> str:
 def deepspeed(plan: ClusterPlan, workload: Workload, half: str) -> Export:
     """DeepSpeed's configuration."""
     layout, degrees = plan.most_memory_saving, plan.layout.degrees
-    overlap = {"overlap_comm": True} if workload.overlap else {}  # by itself with ZeRO 3 alone
+    # By itself with ZeRO 3 alone, and not at all with pipelines (deepspeed/runtime/pipe/engine.py).
+    overlaps = workload.overlap > 0 and layout.strategy.zero > 0 and degrees.pp == 1
+    overlap = {"overlap_comm": True} if overlaps else {}
     config: dict[str, object] = {
         "train_batch_size": layout.samples * layout.microbatches * degrees.dp,
         "train_micro_batch_size_per_gpu": layout.samples,
         "gradient_accumulation_steps": layout.microbatches,
-        _SHORT[half]: {"enabled": True},
         "zero_optimization": {"stage": layout.zero} | overlap,
     }
+    if half in _SHORT:
+        config[_SHORT[half]] = {"enabled": True}
+    if half == "bfloat16" and workload.gradient_bytes > 2:
+        config["data_types"] = {"grad_accum_dtype": "fp32"}
     notes = []
+    if workload.overlap and not overlaps:
+        notes.append("overlap: not with pipelines, or without ZeRO")
     if degrees.pp > 1:
         notes.append(f"stages: PipelineModule(layers, num_stages={degrees.pp}, partition_method=...) in code")
         if layout.strategy.zero > 1:
@@ -158,8 +170,16 @@ def deepspeed(plan: ClusterPlan, workload: Workload, half: str) -> Export:
             notes.append(f"ZeRO {layout.zero} with pipelines: not supported there, ZeRO 1 is written")
         if layout.schedule != _DEEPSPEED_SCHEDULE:
             notes.append(f"schedule {layout.schedule}: it runs 1F1B")
-    if degrees.tp > 1:
+    if degrees.tp > 1 and degrees.pp > 1:
+        notes.append(
+            f"tp={degrees.tp} with stages: PipeModelDataParallelTopology(num_pp={degrees.pp}, "
+            f"num_mp={degrees.tp}, num_dp={degrees.dp}) and tensor-parallel layers in code"
+        )
+    elif degrees.tp > 1:
         config["tensor_parallel"] = {"autotp_size": degrees.tp}
+        if layout.zero == 3:
+            notes.append("ZeRO 3 with tensor parallelism: not trained there; ZeRO 2 is written")
+            config["zero_optimization"] = {"stage": 2} | overlap
     if layout.cp > 1:
         notes.append(
             f"cp={layout.cp}: it has no context parallelism, but Ulysses' sequence parallelism in code"
@@ -184,7 +204,7 @@ def accelerate(plan: ClusterPlan, workload: Workload, half: str) -> Export:
     lines = [
         "compute_environment: LOCAL_MACHINE",
         "distributed_type: FSDP",
-        f"mixed_precision: {_SHORT[half]}",
+        f"mixed_precision: {_SHORT.get(half, 'no')}",
         f"num_machines: {nodes}",
         f"num_processes: {layout.world_size}",
         "fsdp_config:",
@@ -200,7 +220,10 @@ def accelerate(plan: ClusterPlan, workload: Workload, half: str) -> Export:
             f"  parallelism_config_dp_shard_size: {replicas}",
         ]
         lines += [f"  parallelism_config_cp_size: {layout.cp}"] * (layout.cp > 1)
-    notes = [f"gradient accumulation: {max(steps, 1)} steps, in Accelerator(...)"]
+    notes = [
+        f"gradient accumulation of {max(steps, 1)} steps in Accelerator, and batches of {layout.samples} "
+        f"samples of {workload.shape.sequence} tokens in the loader"
+    ]
     if nodes > 1:
         notes.append("machine_rank and main_process_ip: pass them to accelerate launch on each node")
     if degrees.pp > 1:
@@ -235,12 +258,12 @@ def torchtitan(plan: ClusterPlan, workload: Workload, half: str) -> Export:
     }
     if layout.cp > 1:
         words["parallelism.context_parallel_degree"] = layout.cp
-    notes = ["versions without such flags (since August 2026): set the same in a function that it is told"]
+    notes = ["today's version: since August 2026 it has no such flags, but a configuration in Python"]
     if not (shape.gated and shape.causal):
         notes.append(f"{shape.name}: its models are Llama and similar ones")
     if half != "bfloat16":
         words["training.mixed_precision_param"] = "float32"
-        notes.append(f"{half}: it computes in bfloat16 or float32, which is written")
+        notes += [f"{half}: it computes in bfloat16 or float32, which is written"] * (half != _WHOLE)
     if degrees.tp > 1 and not workload.sequence_parallel:
         notes.append("tensor parallelism without sequence parallelism: it has both together")
     if degrees.pp > 1:
@@ -292,7 +315,7 @@ def _limitations(plan: ClusterPlan) -> tuple[str, ...]:
         strategies = " / ".join(sorted({describe(run.strategy) for stage in plan.runs for run in stage}))
         notes.append(f"strategies chosen item by item ({strategies}): one is written for all")
     if len({slot.nodes for slot in plan.slots}) > 1:
-        notes.append("the nodes of each stage: start the nodes in the order of the launch sheet")
+        notes.append("the nodes of each stage: number them in the order of the stages, rank 0 in the first")
     if plan.layout.token_slices > 1:
         notes.append(f"{plan.layout.token_slices} token slices: stages process whole sequences")
     return tuple(notes)

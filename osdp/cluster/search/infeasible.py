@@ -40,7 +40,7 @@ def check_space(prices: ClusterPrices, space: LayoutSpace, *, parts: bool = Fals
     # 1. Every degree and batch size by itself.
     world, faults = cluster.num_devices, []
     for tp in space.tp:
-        if fault := tensor_fault(load.shape, tp):
+        if fault := tensor_fault(load, tp):
             faults.append(fault)
         faults += [
             f"tp={tp} does not divide the {group.node.devices} devices of {group.node.name}"

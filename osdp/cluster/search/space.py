@@ -168,7 +168,7 @@ def families(
     world = sum(group.node.devices * count for group, count in zip(cluster.groups, counts, strict=True))
     shape, batch = workload.shape, workload.global_batch
     for tp in _divisors(math.gcd(*(node.devices for node in used))):
-        if (space.tp and tp not in space.tp) or tensor_fault(shape, tp):
+        if (space.tp and tp not in space.tp) or tensor_fault(workload, tp):
             continue
         for cp, dp in _replicas(workload, space, world // tp):
             pp = world // tp // cp // dp
@@ -298,8 +298,11 @@ def strategy_faults(space: LayoutSpace, workload: Workload, world: int) -> list[
     return faults
 
 
-def tensor_fault(shape: TransformerShape, tp: int) -> str | None:
+def tensor_fault(workload: Workload, tp: int) -> str | None:
     """Reason why a tensor-parallel degree is not possible; ``None`` if it is."""
+    shape = workload.shape
+    if workload.sequence_parallel and shape.sequence % tp:
+        return f"tp={tp} does not divide the {shape.sequence} tokens of a sequence, which are shared"
     for what, number in (("heads", shape.heads), ("inner features", shape.inner)):
         if number % tp:
             return f"tp={tp} does not divide the {number} {what} of {shape.name}"

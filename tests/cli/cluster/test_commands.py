@@ -145,13 +145,33 @@ def test_other_frameworks_get_what_the_runtime_does_not_have(
     words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     degrees = ["--tp", "2", "--pp", "1", "--dp", "1", "--cp", "2", "--micro-batch", "1"]
-    run("cluster", "plan", *words, *degrees, "--sequence-parallel", "--export", str(tmp_path))
-    printed = capsys.readouterr().out
-    assert "FlashAttention, sequence parallelism" in printed
     names = {"megatron_args.sh", "deepspeed.json", "accelerate_fsdp.yaml", "torchtitan_overrides.sh"}
-    assert names <= {path.name for path in tmp_path.iterdir()} and all(name in printed for name in names)
-    arguments = (tmp_path / "megatron_args.sh").read_text(encoding="utf8")
-    assert "--context-parallel-size 2" in arguments and "--sequence-parallel" in arguments
+    for command in ("plan", "estimate"):
+        folder = tmp_path / command
+        run("cluster", command, *words, *degrees, "--sequence-parallel", "--export", str(folder))
+        printed = capsys.readouterr().out
+        assert "FlashAttention, sequence parallelism" in printed
+        assert {path.name for path in folder.iterdir()} == {*names, "exports.txt"}
+        assert all(name in printed for name in names)
+        assert "CUDA_DEVICE_MAX_CONNECTIONS=1" in (folder / "exports.txt").read_text(encoding="utf8")
+        arguments = (folder / "megatron_args.sh").read_text(encoding="utf8")
+        assert "--context-parallel-size 2" in arguments and "--sequence-parallel" in arguments
+
+
+def test_the_target_says_the_precision(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Float16 was asked for and priced, and bfloat16 written; and the other way round on a V100."""
+    run("cluster", "plan", *words, "--target", "megatron-fp16", "--export", str(tmp_path))
+    assert "--fp16" in (tmp_path / "megatron_args.sh").read_text(encoding="utf8")
+    old = tmp_path / "old.yaml"
+    old.write_text("nodes: [{gpu: V100, count: 1, devices: 2, network: 40 Gbit/s}]\n", encoding="utf8")
+    words = [str(old) if word.endswith("cluster.yaml") else word for word in words]
+    with pytest.raises(RuntimeError, match="megatron-bf16 computes in bfloat16, which V100 does not have"):
+        run("cluster", "plan", *words, "--target", "megatron-bf16")
+    capsys.readouterr()
+    run("cluster", "plan", *words, "--target", "megatron-fp16")
+    assert "assumes attention that stores its scores" in capsys.readouterr().out
 
 
 def test_sequence_parallelism_keeps_less(words: list[str], tmp_path: Path) -> None:
@@ -261,7 +281,11 @@ def test_a_plan_is_written_that_runs_and_how_to_start_it(
             ["--csv", "/nowhere/a.csv", "--plot", "a.xyz"],
             "--csv /nowhere/a.csv: folder /nowhere does not exist; --plot a.xyz: must end in .png or .html",
         ),
-        (["--export", "/nowhere/a"], "--export /nowhere/a: there is no such folder"),
+        (["--export", "/nowhere/a"], "--export /nowhere/a: folder /nowhere does not exist"),
+        (
+            ["--sequence-parallel", "--tp", "2", "--seq", "127"],
+            "tp=2 does not divide the 127 tokens of a sequence, which are shared",
+        ),
         (["--steps", "0"], "--steps 0: must be at least 1"),
         (["--objective", "pareto", "--budget", "3", "--steps", "5"], "leave out --budget and --deadline"),
         (["--schedule", "zb-h1"], "which 16-bit weights do not allow"),

@@ -63,6 +63,10 @@ def test_precision_dropout_positions_and_overlap_are_exported() -> None:
         assert words in megatron.text, words
     assert json.loads(deepspeed.text)["fp16"] == {"enabled": True}
     assert json.loads(deepspeed.text)["zero_optimization"] == {"stage": 1, "overlap_comm": True}
+    # DeepSpeed turns it off beside pipelines.
+    assert "overlap_comm" not in exports(plan_of(2, 4), replace(LOAD, overlap=0.5))[1].text
+    wide = [each.text for each in exports(plan_of(1, 8), replace(LOAD, weight_bytes=4))]
+    assert not any("bf16" in text or "fp16" in text for text in wide) and "mixed_precision: no" in wide[2]
     assert "mixed_precision: fp16" in accelerate.text
     assert any(note.startswith("float16: it computes in") for note in torchtitan.notes)
     assert any("sequence parallelism" in note for note in deepspeed.notes)
