@@ -44,7 +44,7 @@ FSDP2 = {
 WARMUP = 2
 
 #: All parameters of all cases get gradients, and no torch before 2.12 can shard them otherwise.
-_UNUSED: dict[str, Any] = {} if can_count_unused_as_zero() else {"find_unused_parameters": False}
+_ALL_USED: dict[str, Any] = {} if can_count_unused_as_zero() else {"find_unused_parameters": False}
 
 #: A limit that never binds.
 UNLIMITED = 2**50
@@ -134,7 +134,8 @@ class Candidate:
             return fsdp2(model, self.case, mesh, reshard=reshard, recompute=recompute)
         assert self.osdp is not None
         found = self.osdp
-        return OSDP(model, found.model_desc, found.device, training=self.training, plan=found.plan, **_UNUSED)
+        given = {"training": self.training, "plan": found.plan, **_ALL_USED}
+        return OSDP(model, found.model_desc, found.device, **given)
 
     def prepare(self, mesh: DeviceMesh) -> TrainStep:
         """A fresh model and optimizer, as a function of the step's number."""

@@ -20,6 +20,7 @@ from osdp.api import make_plan
 from osdp.cluster.cost.links import Ring, SlotHardware, slot_hardware
 from osdp.cluster.cost.rates import PUBLISHED, Efficiencies
 from osdp.cluster.cost.stage import ClusterPrices
+from osdp.cluster.cost.step import nodes_of
 from osdp.cluster.hardware import Cluster
 from osdp.cluster.layer_profile import LayerCost, layer_bytes
 from osdp.cluster.plan import ClusterPlan, ParallelLayout, RecomputeLayers, Workload, chunks
@@ -91,7 +92,7 @@ def runnable_plan(
     if layout.token_slices > 1:
         _require_sliceable(model, layout.token_slices)
     device = device_of_stage(plan, cluster, workload, kind, rates)
-    half = _half(workload, kind, cluster.half)
+    half = _half(workload, kind, cluster.part(nodes_of(plan.slots)).half)
     training = Training(
         optimizer=optimizer, param_dtype=half, local_batch=layout.samples, microbatches=layout.microbatches
     )

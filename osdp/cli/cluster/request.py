@@ -73,7 +73,8 @@ class ClusterRequest:
         bool | None,
         Option(
             "--flash/--no-flash",
-            help="whether FlashAttention is used; by default as calibrated, otherwise yes",
+            help="whether FlashAttention is used; by default as calibrated, otherwise yes (but not for "
+            "Megatron-LM on GPUs before Ampere)",
         ),
     ] = None
     target: Annotated[

@@ -7,7 +7,7 @@ by functions in Python alone.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -102,18 +102,9 @@ def megatron(plan: ClusterPlan, workload: Workload, half: str) -> Export:
         notes.append("an environment variable: GPUs before Blackwell need CUDA_DEVICE_MAX_CONNECTIONS=1")
     zero = layout.strategy.zero
     recomputes = {run.strategy.recompute for stage in plan.runs for run in stage}
+    text += _megatron_recomputation(plan, shape, recomputes)
     if recomputes == {RecomputeLayers.NONE, RecomputeLayers.FULL}:
-        # "block" recomputes the first layers of each pipeline stage; with the interleaved schedule the number
-        # applies to each of a rank's stages.
-        stages = layout.stages_per_rank
-        most = max(-(-number // stages) for number in _num_recomputed(plan, shape))
-        text.append("--recompute-granularity full --recompute-method block")
-        text.append(f"--recompute-num-layers {most}")
         notes.append("a different number of recomputed layers per stage: the maximum is written for all")
-    elif layout.recompute is RecomputeLayers.FULL:
-        text.append("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1")
-    elif layout.recompute is RecomputeLayers.SELECTIVE:
-        text.append("--recompute-granularity selective")
     # 3. Sharding, stages and schedule.
     if zero:
         text.append("--use-distributed-optimizer")
@@ -135,6 +126,21 @@ def megatron(plan: ClusterPlan, workload: Workload, half: str) -> Export:
             "stages"
         )
     return Export("megatron_args.sh", " \\\n".join(text) + "\n", (*notes, *_limitations(plan)))
+
+
+def _megatron_recomputation(
+    plan: ClusterPlan, shape: TransformerShape, recomputes: Collection[RecomputeLayers]
+) -> list[str]:
+    """Arguments of recomputation; ``recomputes`` are the kinds of it in the plan."""
+    layout = plan.most_memory_saving
+    if set(recomputes) == {RecomputeLayers.NONE, RecomputeLayers.FULL}:
+        # "block" recomputes the first layers of each pipeline stage; with the interleaved schedule the number
+        # applies to each of a rank's stages.
+        most = max(-(-number // layout.stages_per_rank) for number in _num_recomputed(plan, shape))
+        return ["--recompute-granularity full --recompute-method block", f"--recompute-num-layers {most}"]
+    if layout.recompute is RecomputeLayers.FULL:
+        return ["--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"]
+    return ["--recompute-granularity selective"] * (layout.recompute is RecomputeLayers.SELECTIVE)
 
 
 def _megatron_layout(plan: ClusterPlan, shape: TransformerShape) -> str:

@@ -184,6 +184,13 @@ def test_sequence_parallelism_keeps_less(words: list[str], tmp_path: Path) -> No
     assert peaks[1] < peaks[0]
 
 
+def test_a_runnable_plan_shares_sequences_as_its_layout_does(words: list[str], tmp_path: Path) -> None:
+    out = tmp_path / "plan.json"
+    run("cluster", "plan", *words, "--tp", "2", "--pp", "2", "--sequence-parallel", "--out", str(out))
+    shared = Plan.load(out).tensor
+    assert shared is not None and shared.sequence is not None
+
+
 def test_memory_is_what_the_target_keeps(words: list[str], tmp_path: Path) -> None:
     degrees = ["--tp", "1", "--pp", "1", "--dp", "4", "--micro-batch", "2"]
     degrees += ["--zero", "0", "--recomputation", "none"]
