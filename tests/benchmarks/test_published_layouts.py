@@ -68,8 +68,22 @@ def test_layouts_have_the_context_ranks_and_the_stages_a_rank_that_are_told() ->
     row = ROWS[KORTHIKANTI]
     plain = case_of(row).layouts[0]
     assert plain.cp == 1
-    told = case_of(changed(KORTHIKANTI, cp="2", pp="2", dp="1", virtual_stages="3")).layouts[0]
+    told = case_of(
+        changed(KORTHIKANTI, cp="2", pp="2", dp="1", virtual_stages="3", global_batch="8")
+    ).layouts[0]
     assert (told.cp, told.stages_per_rank, told.world_size) == (2, 3, 4 * told.degrees.tp)
+
+
+def test_interleaved_stages_whose_number_is_not_told_are_all_that_divide_the_layers() -> None:
+    """Llama 3's rows were priced without interleaving, which its paper describes: twice their time."""
+    case = case_of(
+        changed(KORTHIKANTI, pp="4", dp="1", num_layers="48", virtual_stages="interleaved", global_batch="16")
+    )
+    assert [layout.stages_per_rank for layout in case.layouts] == [2, 3, 4, 6, 12]
+    assert "interleaved stages" in case.assumed
+    llama = case_of(ROWS["llama3-405b-8k-16384"]).layouts
+    # 16 samples on 16 ranks: larger microbatches would be fewer than ranks.
+    assert [(layout.stages_per_rank, layout.samples) for layout in llama] == [(8, 1)]
 
 
 def test_what_a_source_tells_of_a_model_is_taken() -> None:

@@ -1,13 +1,15 @@
 """Published configurations in the planner's terms: model, cluster, workload and layout, or why not.
 
 What a source does not tell is chosen by rules that are the same for all rows, and is told by
-:attr:`PublishedCase.assumed`: a microbatch or a recomputation is the fastest by the planner's own model that
-fits in memory, and a network between nodes that of the machine as it is sold or described.
+:attr:`PublishedCase.assumed`: a microbatch, a recomputation or a number of interleaved stages is the fastest
+by the planner's own model that fits in memory, and a network between nodes that of the machine as
+it is sold or described.
 """
 
 import csv
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 
 from osdp.cluster.file import known_gpus, node_of
@@ -19,6 +21,9 @@ from osdp.plan.dims import ParallelDims
 from osdp.plan.schedules import ONE_STAGE
 
 RAN, OUT_OF_MEMORY = "layouts.csv", "out_of_memory.csv"
+
+#: In the column of virtual stages: more than one, of a number that is not told.
+INTERLEAVED = "interleaved"
 
 #: Network of a whole node in Gbit/s, by the text of the table.
 NETWORKS = {
@@ -220,20 +225,17 @@ def _layouts(row: dict[str, str], assumed: list[str]) -> Iterator[ParallelLayout
     named = "none" if row["recompute"] == "selective" and row["flash_attention"] == "1" else row["recompute"]
     kinds = [RecomputeLayers(named)] if named else [RecomputeLayers.NONE, RecomputeLayers.FULL]
     assumed += [] if named else ["recomputation"]
-    assumed += [] if row["virtual_stages"] else ["not interleaved"]
-    stages = int(row["virtual_stages"] or 1) if degrees.pp > 1 else 1
-    schedule = "interleaved" if stages > 1 else ONE_STAGE
+    numbers = _virtual_stages(row, degrees.pp, assumed)
     found = False
-    for each in samples:
-        if batch % (degrees.dp * each):
-            continue
-        for recompute in kinds:
+    for each, recompute, stages in product(samples, kinds, numbers):
+        # Fewer microbatches than ranks leave gaps between the stages of a rank, which no formula counts.
+        if batch % (degrees.dp * each) == 0 and (stages == 1 or batch // degrees.dp // each >= degrees.pp):
             found = True
             yield ParallelLayout(
                 degrees,
                 each,
                 batch // degrees.dp // each,
-                schedule=schedule,
+                schedule="interleaved" if stages > 1 else ONE_STAGE,
                 recompute=recompute,
                 zero=int(row["zero_stage"] or 0) if degrees.dp * cp > 1 else 0,
                 cp=cp,
@@ -241,6 +243,19 @@ def _layouts(row: dict[str, str], assumed: list[str]) -> Iterator[ParallelLayout
             )
     if not found:
         raise NotExpressibleError("microbatches that do not divide the batch")
+
+
+def _virtual_stages(row: dict[str, str], pp: int, assumed: list[str]) -> tuple[int, ...]:
+    """Numbers of chunks of layers that a pipeline rank may hold."""
+    told = row["virtual_stages"]
+    if pp == 1 or not told:
+        assumed += [] if told else ["not interleaved"]
+        return (1,)
+    if told != INTERLEAVED:
+        return (int(told),)
+    assumed.append("interleaved stages")
+    layers = int(row["num_layers"]) // pp
+    return tuple(number for number in range(2, layers + 1) if layers % number == 0)
 
 
 def _seconds(
