@@ -1,14 +1,15 @@
 """Memory along a step, by what it is: moments of the simulator, with one kind of bytes left out at a time."""
 
-from collections.abc import Callable
+from collections.abc import Collection
 from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
 
 from osdp.cost.evaluate import describe_moment
+from osdp.cost.sharding.operator_costs import OperatorCosts
 from osdp.cost.sharding.peaks import step_moments, step_peaks
-from osdp.cost.sharding.problem import ShardingProblem
+from osdp.cost.sharding.problem import RootUnitCost, ShardingProblem
 from osdp.cost.sharding.simulate import cost_spans
 from osdp.cost.sharding.solution import ShardingSolution, solution_root
 from osdp.cost.sharding.timeline import EMPTY
@@ -38,10 +39,8 @@ def memory_timeline(plan: Plan) -> MemoryTimeline:
     without_buffers, _ = _bytes(problem, solution, buffers=False)
     idle = _without_activations(problem)
     without_activations, _ = _bytes(idle, solution, buffers=False)
-    without_gradients, _ = _bytes(_without_gradients(idle), solution, _zeroed(_GRADIENTS), buffers=False)
-    states, _ = _bytes(
-        _without_gradients(idle), solution, _zeroed((*_GRADIENTS, *_PARAMETERS)), buffers=False
-    )
+    without_gradients, _ = _bytes(idle, solution, buffers=False, gradients=False)
+    states, _ = _bytes(idle, solution, buffers=False, gradients=False, parameters=False)
     present = everything > 0
     stacked = zip(
         states,
@@ -84,13 +83,18 @@ def _ends(problem: ShardingProblem, solution: ShardingSolution) -> list[MemoryMo
 def _bytes(
     problem: ShardingProblem,
     solution: ShardingSolution,
-    change: Callable[[Any], Any] = lambda value: value,
     *,
     buffers: bool = True,
+    gradients: bool = True,
+    parameters: bool = True,
 ) -> tuple[Any, list[Any]]:
-    """Bytes of each moment, of units and root after ``change``; and the moments."""
-    units: UnitCosts = change(cost_spans(problem, solution.units))
-    root = change(solution_root(problem, solution))
+    """Bytes of each moment with what is to be counted, and the moments."""
+    left_out = (() if gradients else _GRADIENTS) + (() if parameters else _PARAMETERS)
+    units: UnitCosts = _zeroed(cost_spans(problem, solution.units), left_out)
+    root: RootUnitCost = _zeroed(solution_root(problem, solution), left_out)
+    if not gradients:
+        problem = replace(problem, costs=_without_gradients(problem.costs))
+        root = replace(root, backward=problem.timeline.backward_with(()))
     if not buffers:
         units = replace(units, gather_buffers=np.zeros_like(units.gather_buffers))
         units = replace(units, reduce_peak=np.minimum(units.reduce_peak, units.gradient))
@@ -98,21 +102,18 @@ def _bytes(
     return np.array([nbytes for nbytes, _ in found]), [moment for _, moment in found]
 
 
-def _zeroed(names: tuple[str, ...]) -> Callable[[Any], Any]:
-    """Sets these fields of units or of the root unit to zero."""
-
-    def change(value: Any) -> Any:
-        own = {field.name for field in fields(value)} & set(names)
-        return replace(value, **{name: getattr(value, name) * 0 for name in own})
-
-    return change
+def _zeroed(costs: Any, names: Collection[str]) -> Any:
+    """Costs of units or of the root unit with those of these fields that they have set to zero."""
+    own = {field.name for field in fields(costs)} & set(names)
+    return replace(costs, **{name: getattr(costs, name) * 0 for name in own})
 
 
 def _without_activations(problem: ShardingProblem) -> ShardingProblem:
     timeline, again = problem.timeline, problem.timeline.recompute
     arrays = ("forward_peak", "backward_live", "backward_high", "backward_late", "backward_given")
     nothing = {name: _nothing(getattr(timeline, name)) for name in (*arrays, "forward_start")}
-    rerun = ("saving", "excess", "rerun_input", "rerun_input_early")
+    # All bytes of recomputed blocks are those of activations.
+    rerun = {field.name for field in fields(again)} - {"until", "possible", "seconds", "host_seconds"}
     return replace(
         problem,
         timeline=replace(
@@ -132,10 +133,9 @@ def _without_activations(problem: ShardingProblem) -> ShardingProblem:
     )
 
 
-def _without_gradients(problem: ShardingProblem) -> ShardingProblem:
-    costs = problem.costs
+def _without_gradients(costs: OperatorCosts) -> OperatorCosts:
     others = tuple(replace(other, gradient=_nothing(other.gradient)) for other in costs.others)
-    return replace(problem, costs=replace(costs, gradient=_nothing(costs.gradient), others=others))
+    return replace(costs, gradient=_nothing(costs.gradient), others=others)
 
 
 def _nothing(values: Any) -> Any:

@@ -31,6 +31,18 @@ def test_the_highest_moment_is_the_predicted_peak(
 
 
 @pytest.mark.parametrize(("name", "fraction"), PLANS)
+def test_what_is_stored_is_there_at_all_moments(
+    planned: Callable[..., Plan], name: str, fraction: float
+) -> None:
+    """Where a recomputed block was gathered in backward, a report's chart fell to zero: a kind of activations
+    was subtracted, and not counted."""
+    timeline = memory_timeline(planned(name, fraction))
+    stored = timeline.moments[-1].states
+    assert stored > 0
+    assert [moment.states for moment in timeline.moments] == pytest.approx([stored] * len(timeline.moments))
+
+
+@pytest.mark.parametrize(("name", "fraction"), PLANS)
 def test_times_of_units_add_up_to_the_step(planned: Callable[..., Plan], name: str, fraction: float) -> None:
     plan = planned(name, fraction)
     times = unit_times(plan)
