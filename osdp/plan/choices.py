@@ -3,8 +3,9 @@
 from osdp.model.fqn import is_inside
 from osdp.plan.sharding import Mode, ShardingPlan, Unit
 
-#: The choice not to recompute a block.
-KEPT = "keeping its activations"
+#: The choice not to recompute a block; and what a choice ends with that is one for all units of a block.
+KEPT = "keeping the block's activations"
+OF_BLOCK = " of the whole block"
 
 
 def choice_of(plan: ShardingPlan, unit: Unit) -> str:

@@ -88,3 +88,29 @@ def test_what_limits_a_plan_is_what_would_make_it_faster(planned: Callable[..., 
     assert slow.links_gain > 0.5 > 0.1 > slow.compute_gain
     page = html_page(collect(what_if(plan, bandwidth=1e6), seconds=0.0))
     assert "<b>communication</b>if it were twice as fast" in page
+
+
+def test_a_part_of_a_recomputed_block_tells_what_sharding_all_of_it_would_cost(
+    planned: Callable[..., Plan],
+) -> None:
+    """FSDP2 shards a recomputed block as a whole: parts of a replicated one had nothing beside them."""
+    plan = planned(fraction=0.45, slices=())
+    at, whole = next(
+        (at, unit)
+        for at, unit in enumerate(plan.units)
+        if unit.mode.sharded and unit.modules[0] in plan.sharding.recomputed
+    )
+    parts = [
+        replace(whole, operators=(name,), modules=(name,), mode=Mode.NO_SHARD) for name in whole.operators
+    ]
+    apart = plan.with_sharding(
+        units=(*plan.units[:at], *parts, *plan.units[at + 1 :]),
+        decisions=tuple(
+            replace(each, mode=Mode.NO_SHARD) if each.operator in whole.operators else each
+            for each in plan.decisions
+        ),
+    )
+    told = apart.explain(whole.operators[-1])
+    (back,) = [o for o in told.units[0].alternatives if o.choice == f"{whole.mode} of the whole block"]
+    assert back.step_seconds == pytest.approx(plan.predicted.step_seconds)
+    assert back.peak_bytes == plan.predicted.peak_bytes

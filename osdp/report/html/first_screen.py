@@ -3,7 +3,7 @@
 from collections import Counter
 from html import escape
 
-from osdp.plan.choices import KEPT
+from osdp.plan.choices import KEPT, OF_BLOCK
 from osdp.plan.explanation import Alternative, PlanExplanation, PlanReport, UnitExplanation
 from osdp.plan.sharding import Mode
 from osdp.report.html.document import cards
@@ -22,7 +22,7 @@ MODES: dict[str, tuple[str, str]] = {
 
 #: For each mode the choices to set beside it: how they begin, and what they would do, in plain words.
 _BESIDE: dict[str, dict[str, str]] = {
-    Mode.NO_SHARD: {"SHARD_GRAD_OP": "sharding", "FULL_SHARD": "sharding, and gathering twice,"},
+    Mode.NO_SHARD: {"SHARD_GRAD_OP": "sharding", "FULL_SHARD": "sharding and gathering twice"},
     Mode.SHARD_OPTIMIZER: {"NO_SHARD": "whole optimizer states", "SHARD_GRAD_OP": "sharding"},
     Mode.SHARD_GRAD_OP: {
         "NO_SHARD": "a full copy on every device",
@@ -34,7 +34,7 @@ _BESIDE: dict[str, dict[str, str]] = {
     },
     Mode.HYBRID_SHARD: {
         "NO_SHARD": "a full copy on every device",
-        "SHARD_GRAD_OP": "sharding over all devices, and more traffic between the groups,",
+        "SHARD_GRAD_OP": "sharding over all devices, with more traffic between the groups,",
     },
 }
 
@@ -77,7 +77,10 @@ def first_screen(report: PlanReport) -> str:
             f"<b>{format_seconds(predicted.step_seconds)} a step</b>{rate}",
         ),
         ("What limits it?", _limits(report)),
-        ("How sure is this?", f"<b>{proven}</b>{among}; times are {sure}, memory is from the trace"),
+        (
+            "How sure is this?",
+            f"<b>{proven}</b>{among}; times are {sure}, memory follows the tensors of a traced step",
+        ),
     ]
     if report.measured is not None:
         facts.append(("Measured in training", _measured(report)))
@@ -89,19 +92,17 @@ def _limits(report: PlanReport) -> str:
     over = predicted.peak_bytes - report.plan.memory_limit
     if over > 0:
         return f"<b>memory</b>{format_bytes(over)} more are needed to train at all"
-    more = _at_most_memory(report)
-    if more is not None and more[1] > _NOTICEABLE:
-        return f"<b>memory</b>with {more[0]:.3g} times the limit {more[1]:.1%} more throughput"
     parts = {
         "compute": predicted.compute_seconds,
         "waiting for communication": predicted.communication_seconds,
         "the optimizer": predicted.optimizer_seconds,
     }
     shares = ", ".join(f"{name} {parts[name] / predicted.step_seconds:.0%}" for name in parts)
-    free = "; more memory would not help" if more is not None else ""
+    more = _at_most_memory(report)
+    memory = "" if more is None else f"; with {more[0]:.3g} times the memory limit: {_gained(more[1])}"
     own = report.explanation
     if own is None:
-        return f"<b>{max(parts, key=lambda name: parts[name])}</b>of a step: {shares}{free}"
+        return f"<b>{max(parts, key=lambda name: parts[name])}</b>of a step: {shares}{memory}"
     gains = {
         "compute": own.compute_gain,
         "communication": own.links_gain,
@@ -109,12 +110,20 @@ def _limits(report: PlanReport) -> str:
     }
     if report.plan.world_size == 1:
         del gains["communication"]
+    # The same order as on the command line: what would gain most, memory among them.
     first, *others = sorted(gains, key=lambda name: -gains[name])
+    if more is not None and more[1] > gains[first]:
+        first, others = "memory", [first, *others]
+        told = f"with {more[0]:.3g} times the limit there would be {more[1]:.1%} more throughput"
+        memory = ""
+    else:
+        told = f"if it were twice as fast, there would be {gains[first]:.0%} more throughput"
     rest = ", ".join(f"{name}: {gains[name]:.0%}" for name in others)
-    return (
-        f"<b>{first}</b>if it were twice as fast, there would be {gains[first]:.0%} more throughput "
-        f"({rest}){free}. Of a step: {shares}"
-    )
+    return f"<b>{first}</b>{told} ({rest}){memory}. Of a step: {shares}"
+
+
+def _gained(gain: float) -> str:
+    return f"{gain:.1%} more throughput" if gain > _NOTICEABLE / 10 else "no more throughput"
 
 
 def _measured(report: PlanReport) -> str:
@@ -181,7 +190,8 @@ def _kept_instead(report: PlanReport) -> str:
     own, reason = report.explanation, ""
     if abs(other.step_seconds - own.step_seconds) <= NO_TIME and own.links_gain > own.compute_gain:
         reason = ", since communication is what the step waits for"
-    return f"Why: keeping those of {escape(_names(unit))} alone {_beside(other, own)}{reason}"
+    names = escape(_names(unit))
+    return f"Why: keeping those of the one block that {names} belongs to {_beside(other, own)}{reason}"
 
 
 def _at_most_memory(report: PlanReport) -> tuple[float, float] | None:
@@ -212,11 +222,12 @@ def _reason(report: PlanReport, mode: str) -> str:
         others = [each for each in unit.alternatives if each.choice.startswith(key)]
         if others:
             fastest = min(others, key=lambda each: (not each.fits, each.step_seconds))
-            clauses.append(f"{words} {_beside(fastest, own)}")
+            block = "for its whole block, " * fastest.choice.endswith(OF_BLOCK)
+            clauses.append(f"{block}{words} {_beside(fastest, own)}")
     if not clauses:
         best = unit.alternatives[0]
         clauses = [f"{escape(best.choice)} {_beside(best, own)}"]
-    return f". Why: for {escape(_names(unit))} alone " + "; ".join(clauses)
+    return f". Why, for {escape(_names(unit))}: " + "; ".join(clauses)
 
 
 def _kind(unit: UnitExplanation) -> str:
@@ -254,9 +265,7 @@ def _why(report: PlanReport) -> str:
     more = _at_most_memory(report)
     if more is not None:
         factor, gain = more
-        nothing = "no more throughput: memory does not limit this plan"
-        told = f"{gain:.1%} more throughput" if gain > _NOTICEABLE / 10 else nothing
-        lines.append(f"With {factor:.3g} times the memory limit, at the same batch: {told}.")
+        lines.append(f"With {factor:.3g} times the memory limit, at the same batch: {_gained(gain)}.")
     less = [point for point in frontier.points if point.x < frontier.here]
     if less:
         lowest = less[0]
@@ -278,7 +287,11 @@ def _other_batch(report: PlanReport) -> list[str]:
     rate, batch = max(points)
     gain = rate / report.plan.samples_per_second - 1
     if gain <= _NOTICEABLE or batch == found[0].here:
-        return [f"With the same memory limit, no other batch that was tried is {_NOTICEABLE:.0%} faster."]
+        tried = ", ".join(f"{batch:.0f}" for batch in sorted(batch for _, batch in points))
+        return [
+            f"With the same memory limit, no other batch is {_NOTICEABLE:.0%} faster, of those that were "
+            f"tried and fit: {tried} samples a microbatch."
+        ]
     return [
         f"With the same memory limit and {batch:.0f} samples a microbatch instead of {found[0].here:.0f}: "
         f"{gain:.1%} more throughput."

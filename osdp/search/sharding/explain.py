@@ -15,7 +15,7 @@ from osdp.cost.sharding.strategies import (
     sliced,
 )
 from osdp.model.description import Operator
-from osdp.plan.choices import KEPT
+from osdp.plan.choices import KEPT, OF_BLOCK
 from osdp.plan.search_options import SearchOptions
 from osdp.plan.sharding import UNGROUPED, Mode
 from osdp.search.sharding.candidates import can_share_unit
@@ -80,11 +80,16 @@ class Explainer:
         for name, other in self._strategies:
             if other != NO_SHARD and not shardable:
                 continue
-            # FSDP2 shards a recomputed block only as a whole: for a part of one, unsliced strategies are not
-            # compared.
-            if other != own._replace(recomputed=False) and (not recomputed or self._is_whole_block(index)):
-                whole = " in one piece" if own.slices > 1 and other.plan_mode is own.plan_mode else ""
+            if other == own._replace(recomputed=False):
+                continue
+            whole = " in one piece" if own.slices > 1 and other.plan_mode is own.plan_mode else ""
+            if not recomputed or self._is_whole_block(index):
                 yield f"{name}{whole}", self._exchanged({index: other._replace(recomputed=recomputed)})
+            elif other.plan_mode.sharded:
+                # FSDP2 shards a recomputed block only as a whole.
+                joined = self._joined(index, other._replace(recomputed=True))
+                if joined is not None:
+                    yield f"{name}{OF_BLOCK}", joined
         count, kept = own.slices, own.kept
         if count > 2:
             half = sliced(count // 2, kept // 2)._replace(recomputed=recomputed)
@@ -105,6 +110,14 @@ class Explainer:
 
     def _exchanged(self, others: Mapping[int, UnitStrategy]) -> UnitTuples:
         return tuple((a, b, others.get(i, own)) for i, (a, b, own) in enumerate(self._found.units))
+
+    def _joined(self, index: int, strategy: UnitStrategy) -> UnitTuples | None:
+        """The units with those of one's block as a single one, where they can be."""
+        members, units = self._of_block(index), self._found.units
+        start, stop = units[members[0]][0], units[members[-1]][1]
+        if not can_share_unit(self._problem.timeline.chain[start:stop]):
+            return None
+        return (*units[: members[0]], (start, stop, strategy), *units[members[-1] + 1 :])
 
     def _of_block(self, index: int) -> list[int]:
         chain = self._problem.timeline.chain
