@@ -35,7 +35,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from benchmarks.support import harness
 from benchmarks.support.baselines import TrainStep, mean_loss, rank_batches, reference_losses
-from benchmarks.support.candidates import Setting, live_mesh, make_setting_together
+from benchmarks.support.candidates import Setting, live_mesh, make_settings_together
 from benchmarks.support.contest.design import SEED, Round, draw
 from benchmarks.support.contest.greedy import greedy_prediction
 from benchmarks.support.contest.rivals import PER_BLOCK, Rival, prepare_osdp, rivals
@@ -91,12 +91,9 @@ class Contest:
         # Made first: they are not the model's memory.
         self.batches = rank_batches(case, SAMPLES, dist.get_rank(), dist.get_world_size())
         self.device = DeviceInfo.detect("1TiB", cache_dir=None)
-        self.settings = {
-            number: make_setting_together(
-                case, Training(local_batch=SAMPLES // number, microbatches=number), self.mesh
-            )
-            for number in _microbatches(case)
-        }
+        numbers = _microbatches(case)
+        trainings = [Training(local_batch=SAMPLES // number, microbatches=number) for number in numbers]
+        self.settings = dict(zip(numbers, make_settings_together(case, trainings, self.mesh), strict=True))
         whole = self.settings[1]
         self.low, self.high = (
             whole.plan(self.device, strategy=strategy).predicted.peak_bytes

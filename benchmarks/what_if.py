@@ -3,7 +3,8 @@
 Thirty changes of limit, batch, optimizer, network and number of ranks, for three models: the plan that
 ``what_if`` finds from one plan's own measurements, beside the plan of a measurement made anew under the
 change. Time and peak are those that the fresh measurement predicts for the answer's decisions, so that errors
-are those of what was not measured.
+are those of what was not measured, and those of measuring twice: a row without any change for each model,
+which is not counted, shows how far two measurements of one machine are apart.
 
     python -m benchmarks.what_if [--quick] [--json FILE]
 """
@@ -26,6 +27,7 @@ OPTIMIZERS = ("SGD", "RMSprop")
 #: Networks between two hosts, in Mbit/s.
 NETWORKS = (200, 1000)
 TIMEOUT = 900
+UNCHANGED = "nothing changed"
 
 
 def base(rank: int, world_size: int, *, case: str, path: str) -> dict[str, int]:
@@ -103,7 +105,7 @@ def rows_of(case: str, options: Options, folder: Path) -> list[Row]:
     path = str(folder / f"{case}.json")
     limits = launch("benchmarks.what_if:base", 2, {"case": case, "path": path}, timeout=TIMEOUT)[0]
     # Each group of changes, the network and the ranks that it is measured on.
-    here: list[dict[str, Any]] = [{"memory_limit": limits[str(f)]} for f in FRACTIONS]
+    here: list[dict[str, Any]] = [{}] + [{"memory_limit": limits[str(f)]} for f in FRACTIONS]
     here += [{"local_batch": batch} for batch in BATCHES]
     here += [{"optimizer": name} for name in OPTIMIZERS]
     groups: list[tuple[int | None, int, list[dict[str, Any]]]] = [(None, 2, here)]
@@ -113,7 +115,9 @@ def rows_of(case: str, options: Options, folder: Path) -> list[Row]:
     rows: list[Row] = []
     for network, ranks, changes in groups:
         arguments = {"case": case, "path": path, "changes": changes}
-        names = [f"{case}, {', '.join(f'{k}={v}' for k, v in change.items())}" for change in changes]
+        names = [
+            f"{case}, {', '.join(f'{k}={v}' for k, v in change.items()) or UNCHANGED}" for change in changes
+        ]
         worker = "benchmarks.what_if:compare"
         try:
             found = launch_over(network, worker, ranks, arguments, timeout=TIMEOUT)[0]
@@ -132,10 +136,11 @@ def measure(options: Options) -> Result:
     with tempfile.TemporaryDirectory() as folder:
         for case in harness.progress(models, len(models), "what_if"):
             result.add(*rows_of(case, options, Path(folder)))
-    measured = [row for row in result.rows if "time_error" in row]
+    changed = [row for row in result.rows if not row["name"].endswith(UNCHANGED)]
+    measured = [row for row in changed if "time_error" in row]
     result.summary = {
-        "cases": len(result.rows),
-        "same_decisions": sum(row.get("same_decisions", False) for row in result.rows),
+        "cases": len(changed),
+        "same_decisions": sum(row.get("same_decisions", False) for row in changed),
         "worst_time_error": max((abs(row["time_error"]) for row in measured), default=None),
         "worst_peak_error": max((abs(row["peak_error"]) for row in measured), default=None),
         "worst_over_fresh": max((row["over_fresh"] for row in measured), default=None),

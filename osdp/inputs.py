@@ -26,13 +26,14 @@ from osdp.profiler.links.axis_links import with_stage_link
 from osdp.profiler.links.detect import REPEATS, SECONDS, SIZES, detect
 from osdp.profiler.links.estimated import estimate_devices
 from osdp.profiler.links.machine import device_kind
-from osdp.profiler.measure import profile_model
+from osdp.profiler.measure import profile_trainings
 from osdp.profiler.roofline import estimate
 from osdp.profiler.segments import default_device
 from osdp.refine.segment_times import with_more_activations
 from osdp.runtime.mesh import data_parallel_mesh, dims_of, parallel_mesh
 from osdp.runtime.module.plain import check_plain
 from osdp.runtime.tensor_parallel.apply import first_rank_part
+from osdp.search.sharding.planner import ProfileTrainings
 from osdp.tracing.fake_copy import copy_without_weights, on_meta
 from osdp.tracing.loss import RecordingLoss
 from osdp.tracing.sample_batch import SampleBatch
@@ -178,8 +179,8 @@ def make_profiler(
     loss_fn: Callable[..., Any] | None,
     cache: MeasurementCache,
     whole: ModelDesc | None = None,
-) -> Callable[[Training], Profile]:
-    """How to get the profile of a training: as given, measured on the model, or estimated.
+) -> ProfileTrainings:
+    """How to get profiles of trainings: as given, measured on the model, or estimated.
 
     It is estimated without a model, and where ``cache`` does not measure what it has not kept.
 
@@ -193,29 +194,31 @@ def make_profiler(
     where = device_of(mesh) if mesh is not None else default_device()
     if profiles or model is not None:
         _check_kinds(profiles, where, device)
-    for profile in profiles:
-        if profile.model not in {description.fingerprint, (whole or description).fingerprint}:
+    for known in profiles:
+        if known.model not in {description.fingerprint, (whole or description).fingerprint}:
             raise ValueError(
-                f"the profile is of a model with fingerprint {profile.model}, {description.name} has "
+                f"the profile is of a model with fingerprint {known.model}, {description.name} has "
                 f"{description.fingerprint}: profile it again"
             )
 
-    def profile_training(training: Training) -> Profile:
+    def profile(trainings: Sequence[Training]) -> list[Profile]:
         if profiles:
-            assert training.local_batch is not None
-            return select_profile(profiles, training.local_batch)
+            return [select_profile(profiles, training.local_batch or 1) for training in trainings]
         if model is None:
-            return estimate(description, device, training)
+            return [estimate(description, device, training) for training in trainings]
         try:
             with allowed_to_run(model):
-                return profile_model(
-                    model, description, sample, training=training, device=where, mesh=mesh, loss_fn=loss_fn,
-                    cache=cache, progress=is_first(),
+                return profile_trainings(
+                    model, description, sample, trainings=trainings, device=where, mesh=mesh,
+                    loss_fn=loss_fn, cache=cache, progress=is_first(),
                 )  # fmt: skip
         except NotCachedError:
-            return with_more_activations(estimate(description, device, training), UPPER_END)
+            return [
+                with_more_activations(estimate(description, device, training), UPPER_END)
+                for training in trainings
+            ]
 
-    return profile_training
+    return profile
 
 
 def _check_kinds(profiles: Sequence[Profile], here: torch.device, device: DeviceInfo) -> None:
@@ -299,25 +302,27 @@ class RankModel:
         self,
         whole: ModelDesc,
         device: DeviceInfo,
-        measure: Callable[[Training], Profile],
-    ) -> Callable[[Training], Profile]:
-        """How to get its profile with what is exchanged.
+        measure: ProfileTrainings,
+    ) -> ProfileTrainings:
+        """How to get its profiles with what is exchanged.
 
         Args:
             whole: The description of the whole model.
             device: Has the links of these ranks.
-            measure: Returns a profile of the part, or one of the whole model that was given.
+            measure: Returns profiles of the part, or ones of the whole model that were given.
         """
+        if self.shared is None:
+            return measure
+        shared = self.shared
 
-        def profile_training(training: Training) -> Profile:
-            profile = measure(training)
-            if self.shared is None:
-                return profile
-            if profile.model == whole.fingerprint:
-                profile = part_profile(whole, profile, self.shared)
-            return with_exchanges(profile, self.shared, device)
+        def profile(trainings: Sequence[Training]) -> list[Profile]:
+            parts = (
+                part_profile(whole, each, shared) if each.model == whole.fingerprint else each
+                for each in measure(trainings)
+            )
+            return [with_exchanges(part, shared, device) for part in parts]
 
-        return profile_training
+        return profile
 
 
 def make_rank_model(

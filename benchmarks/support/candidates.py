@@ -1,5 +1,6 @@
 """What is compared: OSDP and the baselines on the same model, weights, data and optimizer, made alike."""
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,7 +28,7 @@ from osdp.comm.groups import Meshes
 from osdp.hardware.device_info import COLLECTIVES
 from osdp.hardware.profile import Profile
 from osdp.profiler.cache import MeasurementCache
-from osdp.profiler.measure import profile_model
+from osdp.profiler.measure import profile_model, profile_trainings
 from osdp.runtime.sharding.fsdp_units import can_count_unused_as_zero
 
 BASELINES = ("ddp", "fsdp2", "fsdp2-keep")
@@ -260,10 +261,22 @@ def make_setting(
 
 def make_setting_together(case: Case, training: Training, mesh: DeviceMesh) -> Setting:
     """As :func:`make_setting`, on all ranks at once, as they train; all get rank 0's profile."""
-    measured = make_setting(case, training, mesh=mesh)
-    profiles = [measured.profile]
+    (setting,) = make_settings_together(case, [training], mesh)
+    return setting
+
+
+def make_settings_together(case: Case, trainings: Sequence[Training], mesh: DeviceMesh) -> list[Setting]:
+    """The same for trainings that differ in their batches, of which the first is the largest."""
+    sample = case.sample(trainings[0].local_batch)
+    model = case.model(device="cpu")
+    model_desc = ModelDesc.from_module(model, sample)
+    if len(trainings) > 1 and not model_desc.batch_is_free:
+        return [make_setting_together(case, training, mesh) for training in trainings]
+    profiles = profile_trainings(
+        model, model_desc, sample, trainings=trainings, device="cpu", mesh=mesh, progress=False
+    )
     dist.broadcast_object_list(profiles)
-    return replace(measured, profile=profiles[0])
+    return [Setting(case, each, model_desc, found) for each, found in zip(trainings, profiles, strict=True)]
 
 
 def live_mesh() -> DeviceMesh:

@@ -255,13 +255,15 @@ def _staged(
         whole = ModelDesc.from_module(narrow, sample_inputs)
         part = replace(part, desc=with_work_of(part.desc, share(narrow, batch, whole).desc))
     # 2. Cut the trace at the layout's boundaries and plan the stages there.
-    profiled = part.profiler(model_desc, device, lambda wanted: estimate(part.desc, device, wanted))
+    (profile,) = part.profiler(
+        model_desc, device, lambda wanted: [estimate(part.desc, device, each) for each in wanted]
+    )([training])
     flow = trace_flow(model, batch)
     found = plan_at(
         step_bounds(flow, model_desc, chunks(plan, workload.shape)),
         model_desc,
         flow,
-        Candidate(training, profiled(training)),
+        Candidate(training, profile),
         device,
         rules,
         plan.layout.degrees,

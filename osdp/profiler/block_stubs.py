@@ -6,13 +6,13 @@ like a residual connection, so values stay in range; other results and gradients
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from osdp.profiler.repeats import Repeat
 from osdp.tracing.tensors import flatten, tensors_by_path
@@ -109,27 +109,38 @@ class _CopyOrZeros(torch.autograd.Function):
         return (None, None, *found)
 
 
-def install_stubs(model: nn.Module, repeats: Sequence[Repeat]) -> list[RemovableHandle]:
-    """Replace the forward of every repeat in ``model``, a copy that may be changed, by a stub.
+class Stubs:
+    """The stubs of a model, which is a copy that may be changed.
 
-    Returns:
-        Handles of the hooks that record the outputs of the exemplars. They can be removed after one run: a
-        stub keeps returning the output that was recorded last.
+    Args:
+        model: The model.
+        repeats: The blocks that are replaced, with their exemplars.
     """
-    templates: dict[str, OutputTemplate] = {}
 
-    def watch(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        templates[name] = OutputTemplate.of((args, kwargs), output)
+    def __init__(self, model: nn.Module, repeats: Sequence[Repeat]) -> None:
+        self._exemplars = {repeat.exemplar: model.get_submodule(repeat.exemplar) for repeat in repeats}
+        self._templates: dict[str, OutputTemplate] = {}
+        for repeat in repeats:
+            model.get_submodule(repeat.block).forward = partial(self._fill, repeat.exemplar)
 
-    def stub(name: str, *args: Any, **kwargs: Any) -> Any:
-        return templates[name].fill((args, kwargs))
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """While the model runs once: from then on stubs return what their exemplars return here."""
+        handles = [
+            module.register_forward_hook(partial(self._watch, name), with_kwargs=True)
+            for name, module in self._exemplars.items()
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
-    for repeat in repeats:
-        model.get_submodule(repeat.block).forward = partial(stub, repeat.exemplar)
-    return [
-        model.get_submodule(name).register_forward_hook(partial(watch, name), with_kwargs=True)
-        for name in dict.fromkeys(repeat.exemplar for repeat in repeats)
-    ]
+    def _watch(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        self._templates[name] = OutputTemplate.of((args, kwargs), output)
+
+    def _fill(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        return self._templates[name].fill((args, kwargs))
 
 
 def _result(leaf: Any, inputs: dict[str, torch.Tensor]) -> Any:

@@ -102,18 +102,33 @@ class MeasurementCache:
         Raises:
             NotCachedError: It is not kept, and this cache does not measure.
         """
-        if not self.is_on:
-            return self._measured(name, measure)
-        path = f"{name}-{codec.fingerprint([_VERSION, torch.__version__, *facts])}.json"
-        entry = on_first_rank(lambda: self._load(path, kind, lifetime), self._group)
-        if entry is not None:
-            self._read.append(entry)
-            return entry.value
-        start = time.perf_counter()
-        value = self._measured(name, measure)
-        if is_first(self._group) and lifetime(value):
-            self._save(path, _Entry(datetime.now(UTC), time.perf_counter() - start, value))
+        (value,) = self.get_or_measure_all(name, kind, [facts], lambda _: [measure()], lifetime)
         return value
+
+    def get_or_measure_all(
+        self,
+        name: str,
+        kind: type[T],
+        facts: Sequence[Sequence[Any]],
+        measure: Callable[[list[int]], Sequence[T]],
+        lifetime: Callable[[T], timedelta] = lambda _: LIFETIME,
+    ) -> list[T]:
+        """The same for several values; ``measure`` is given the indices of those that are not kept."""
+        if not self.is_on:
+            return list(self._measured(name, lambda: measure(list(range(len(facts))))))
+        paths = [f"{name}-{codec.fingerprint([_VERSION, torch.__version__, *each])}.json" for each in facts]
+        kept = on_first_rank(lambda: [self._load(path, kind, lifetime) for path in paths], self._group)
+        self._read += [entry for entry in kept if entry is not None]
+        missing = [index for index, entry in enumerate(kept) if entry is None]
+        if missing:
+            start = time.perf_counter()
+            values = self._measured(name, lambda: measure(missing))
+            seconds = (time.perf_counter() - start) / len(missing)
+            for index, value in zip(missing, values, strict=True):
+                kept[index] = entry = _Entry(datetime.now(UTC), seconds, value)
+                if is_first(self._group) and lifetime(value):
+                    self._save(paths[index], entry)
+        return [entry.value for entry in kept if entry is not None]
 
     def _measured(self, name: str, measure: Callable[[], T]) -> T:
         if not self._measures:

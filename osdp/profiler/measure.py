@@ -1,5 +1,6 @@
 """A measured Profile: segments, optimizer step and what is resident, on this device."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +15,7 @@ from osdp.model.training import Training
 from osdp.profiler.cache import MeasurementCache
 from osdp.profiler.links.machine import device_kind
 from osdp.profiler.optimizer import cached_optimizer
-from osdp.profiler.segments import cached_segments, default_device
+from osdp.profiler.segments import cached_batches, default_device
 from osdp.profiler.workspace import convolution_scratchpad, library_workspace
 from osdp.tracing.loss import LossFn
 from osdp.tracing.sample_batch import SampleBatch
@@ -52,38 +53,72 @@ def profile_model(
     Raises:
         ValueError: The batch cannot be made from the description, or the model takes no other batch size.
     """
-    training = training or Training()
-    local_batch = training.local_batch or model_desc.local_batch
-    if local_batch != model_desc.local_batch and not model_desc.batch_is_free:
-        raise ValueError(
-            f"{model_desc.name} takes only the traced batch of {model_desc.local_batch}, not {local_batch}; "
-            f"trace it again with a sample batch of {local_batch}"
-        )
+    (found,) = profile_trainings(
+        model,
+        model_desc,
+        sample_inputs,
+        trainings=[training or Training()],
+        device=device,
+        mesh=mesh,
+        loss_fn=loss_fn,
+        cache=cache,
+        progress=progress,
+    )
+    return found
+
+
+def profile_trainings(
+    model: nn.Module,
+    model_desc: ModelDesc,
+    sample_inputs: Any = None,
+    *,
+    trainings: Sequence[Training],
+    device: torch.device | str | None = None,
+    mesh: DeviceMesh | None = None,
+    loss_fn: LossFn | None = None,
+    cache: MeasurementCache | None = None,
+    progress: bool = True,
+) -> list[Profile]:
+    """The same for several trainings that differ in their local batches, which are measured in turns."""
+    sizes = [training.local_batch or model_desc.local_batch for training in trainings]
+    for local_batch in sizes:
+        if local_batch != model_desc.local_batch and not model_desc.batch_is_free:
+            raise ValueError(
+                f"{model_desc.name} takes only the traced batch of {model_desc.local_batch}, not "
+                f"{local_batch}; trace it again with a sample batch of {local_batch}"
+            )
     given = SampleBatch.from_desc(model_desc) if sample_inputs is None else SampleBatch.of(sample_inputs)
-    batch = given.resized(local_batch)
+    samples = [given.resized(local_batch) for local_batch in sizes]
     target = torch.device(device) if device is not None else default_device()
     if target.type == "cpu":
         keep_freed_memory()
-    options: dict[str, Any] = {
-        "device": target,
-        "loss_fn": loss_fn,
-        "param_dtype": training.param_dtype,
-        "progress": progress,
-    }
-    cache = cache or MeasurementCache(None)
-    segments = cached_segments(model, batch, model_desc, cache=cache, **options)
-    resident = sum(tensor.nbytes for tensor in (*model.buffers(), *batch.tensors))
-    resident += library_workspace(target) + convolution_scratchpad(model, target)
-    return Profile(
-        device=device_kind(target),
-        local_batch=local_batch,
-        segments=segments,
-        optimizer=cached_optimizer(training, device=target, mesh=mesh, cache=cache),
-        resident_bytes=resident,
-        measured=True,
-        model=model_desc.fingerprint,
-        host_optimizer=None if target.type == "cpu" else _profile_host_optimizer(training, mesh, cache),
+    training, cache = trainings[0], cache or MeasurementCache(None)
+    segments = cached_batches(
+        model,
+        samples,
+        model_desc,
+        cache=cache,
+        device=target,
+        loss_fn=loss_fn,
+        param_dtype=training.param_dtype,
+        progress=progress,
     )
+    resident = library_workspace(target) + convolution_scratchpad(model, target)
+    optimizer = cached_optimizer(training, device=target, mesh=mesh, cache=cache)
+    on_host = None if target.type == "cpu" else _profile_host_optimizer(training, mesh, cache)
+    return [
+        Profile(
+            device=device_kind(target),
+            local_batch=local_batch,
+            segments=measured,
+            optimizer=optimizer,
+            resident_bytes=resident + sum(t.nbytes for t in (*model.buffers(), *sample.tensors)),
+            measured=True,
+            model=model_desc.fingerprint,
+            host_optimizer=on_host,
+        )
+        for local_batch, sample, measured in zip(sizes, samples, segments, strict=True)
+    ]
 
 
 def _profile_host_optimizer(

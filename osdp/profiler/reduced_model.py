@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from osdp.model.description import ModelDesc
 from osdp.nn.modules import keeps_dtype
-from osdp.profiler.block_stubs import install_stubs
+from osdp.profiler.block_stubs import Stubs
 from osdp.profiler.repeats import Repeat
 from osdp.tracing.fake_copy import cast_inputs, copy_without_weights, on_meta, random_weights
 from osdp.tracing.loss import LossFn, scalar_loss
@@ -33,6 +33,7 @@ class ReducedModel:
         batch: The batch, on the device.
         loss_fn: The loss function, as for the description.
         repeats: The blocks that are stubs.
+        stubs: What they return.
         places: Index of each segment in the description, by module, call and part.
         largest_draws: Whether all layers run if random numbers that are drawn one at a time are as large as
             possible, rather than as small (:class:`SingleDraws`); ``None`` if the model draws none.
@@ -42,8 +43,18 @@ class ReducedModel:
     batch: SampleBatch
     loss_fn: LossFn | None
     repeats: tuple[Repeat, ...]
+    stubs: Stubs
     places: Mapping[Key, int]
     largest_draws: bool | None = None
+
+    def with_batch(self, batch: SampleBatch) -> "ReducedModel":
+        """The same model, weights included, with a batch of other sizes that is on the device."""
+        return replace(self, batch=batch)
+
+    def record_stubs(self) -> None:
+        """Run one forward, after which stubs return what they do for this batch."""
+        with self.stubs.recording():
+            self.loss()
 
     def loss(self) -> torch.Tensor:
         """Run one plain forward; returns the loss."""
@@ -115,12 +126,11 @@ def reduced_model(
     if param_dtype is not None:
         _cast_block_inputs(twin, model_desc, left_out, param_dtype)
     places = {(s.module, s.call, s.part): index for index, s in enumerate(model_desc.segments)}
-    reduced = ReducedModel(twin, moved, loss_fn, repeats, places)
-    handles = install_stubs(twin, repeats)
+    stubs = Stubs(twin, repeats)
+    reduced = ReducedModel(twin, moved, loss_fn, repeats, stubs, places)
     # 3. One forward records what the stubs have to return, and whether the model drops layers at random.
-    draws = _find_draws(reduced, model_desc)
-    for handle in handles:
-        handle.remove()
+    with stubs.recording():
+        draws = _find_draws(reduced, model_desc)
     return replace(reduced, largest_draws=draws)
 
 

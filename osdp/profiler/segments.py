@@ -16,6 +16,7 @@ weights of the few measured blocks would stay in them, whereas those of a whole 
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from statistics import fmean, median
 from typing import Any
 
@@ -83,48 +84,87 @@ def profile_segments(
     Raises:
         ValueError: The model and the description do not belong together, or ``repeats`` is not positive.
     """
+    (found,) = profile_batches(
+        model,
+        [sample_inputs],
+        model_desc,
+        device=device,
+        loss_fn=loss_fn,
+        param_dtype=param_dtype,
+        repeats=repeats,
+        progress=progress,
+    )
+    return found
+
+
+def profile_batches(
+    model: nn.Module,
+    batches: Sequence[Any],
+    model_desc: ModelDesc,
+    *,
+    device: torch.device | str | None = None,
+    loss_fn: LossFn | None = None,
+    param_dtype: str | None = None,
+    repeats: int = 5,
+    progress: bool = True,
+) -> list[tuple[SegmentProfile, ...]]:
+    """The same for several batches, whose runs take turns.
+
+    Profiles decide which batch is fastest: what else the machine does meanwhile has to slow all of them.
+    """
     if repeats < 1:
         raise ValueError(f"repeats must be at least 1, got {repeats}")
     target = torch.device(device) if device is not None else default_device()
     dtype = None if param_dtype is None else torch_dtype(param_dtype)
-    bar = progress_bar(_WARMUP + repeats + 1, "profile", shown=progress)
+    bar = progress_bar((_WARMUP + repeats + 1) * len(batches), "profile", shown=progress)
     try:
         # Weights and dropout draw random numbers; the caller's generators stay as they are.
         torchs = torch.random.fork_rng([target] if target.type == "cuda" else [])
         with torchs, preserve_python_states(), torch.enable_grad():
-            batch = SampleBatch.of(sample_inputs)
+            samples = [SampleBatch.of(batch) for batch in batches]
             blocks = find_repeats(model_desc)
 
-            def build(where: torch.device, stubs: tuple[Repeat, ...]) -> ReducedModel:
+            def build(batch: SampleBatch, where: torch.device, stubs: tuple[Repeat, ...]) -> ReducedModel:
                 return reduced_model(model, batch, model_desc, where, loss_fn, dtype, stubs)
 
-            reduced = build(target, blocks)
-            seconds, spread = _measure_seconds(reduced, target, repeats, bar)
-            memory = measure_footprint(reduced, build, target)
-            bar.update()
+            first = build(samples[0], target, blocks)
+            others = [first.with_batch(sample.to(target, dtype)) for sample in samples[1:]]
+            times = _measure_seconds([first, *others], target, repeats, bar)
+            found = []
+            for sample, reduced, (seconds, spread) in zip(samples, [first, *others], times, strict=True):
+                if others:
+                    reduced.record_stubs()
+                memory = measure_footprint(reduced, partial(build, sample), target)
+                found.append(_average_by_signature(model_desc, seconds, memory, spread))
+                bar.update()
     finally:
         bar.close()
-    return _average_by_signature(model_desc, seconds, memory, spread)
+    return found
 
 
-def cached_segments(
+def cached_batches(
     model: nn.Module,
-    sample_inputs: Any,
+    batches: Sequence[Any],
     model_desc: ModelDesc,
     *,
     cache: MeasurementCache,
     device: torch.device | str | None = None,
     param_dtype: str | None = None,
     **options: Any,
-) -> tuple[SegmentProfile, ...]:
-    """As :func:`profile_segments`, but measured once for a description, batch shapes, dtype and hardware."""
+) -> list[tuple[SegmentProfile, ...]]:
+    """As :func:`profile_batches`, but measured once for a description, batch shapes, dtype and hardware."""
     target = torch.device(device) if device is not None else default_device()
-    batch = SampleBatch.of(sample_inputs)
-    return cache.get_or_measure(
+    samples = [SampleBatch.of(batch) for batch in batches]
+
+    def measure(missing: list[int]) -> list[tuple[SegmentProfile, ...]]:
+        chosen = [samples[index] for index in missing]
+        return profile_batches(model, chosen, model_desc, device=target, param_dtype=param_dtype, **options)
+
+    return cache.get_or_measure_all(
         "segments",
         tuple[SegmentProfile, ...],
-        [_METHOD, model_desc, batch.specs, hardware(target), param_dtype],
-        lambda: profile_segments(model, batch, model_desc, device=target, param_dtype=param_dtype, **options),
+        [[_METHOD, model_desc, sample.specs, hardware(target), param_dtype] for sample in samples],
+        measure,
     )
 
 
@@ -138,56 +178,72 @@ def default_device() -> torch.device:
 
 
 def _measure_seconds(
-    reduced: ReducedModel, target: torch.device, repeats: int, bar: Progress
-) -> tuple[dict[TraceMoment, Seconds], float]:
-    """Seconds of each pass of each segment that ran, and how far whole runs differ.
+    models: Sequence[ReducedModel], target: torch.device, repeats: int, bar: Progress
+) -> list[tuple[dict[TraceMoment, Seconds], float]]:
+    """For each model, seconds of each pass of each segment that ran, and how far whole runs differ.
 
-    ``TraceMoment.interval`` is a segment's index here.
+    ``TraceMoment.interval`` is a segment's index here. The models share their weights.
     """
     clock = Clock(target)
     swept = torch.ones(_SWEPT_BYTES // 4, device=target)
-
-    def sweep() -> None:
-        swept.mul_(1.0)
-
-    plain: dict[bool, list[Seconds]] = defaultdict(list)
-    clocked: dict[TraceMoment, list[Seconds]] = defaultdict(list)
-    pieces: dict[TraceMoment, int] = {}
+    runs = [_Runs(model) for model in models]
     for turn in range(_WARMUP + _MOST_TIMES * repeats):
-        if turn >= _WARMUP + repeats and _spread_of_runs(plain) <= UNSTABLE:
+        if turn >= _WARMUP + repeats and all(each.spread <= UNSTABLE for each in runs):
             break
-        forward, backward = _time_run(reduced, clock, sweep)
-        timings, intervals = _time_intervals(reduced, clock, sweep)
-        bar.update()
-        if turn < _WARMUP:
-            continue
-        plain[False].append(forward)
-        plain[True].append(backward)
+        for each in runs:
+            if len(runs) > 1:
+                each.model.record_stubs()
+            each.run(clock, lambda: swept.mul_(1.0), counts=turn >= _WARMUP)
+            bar.update()
+    return [(each.seconds(), each.spread) for each in runs]
+
+
+class _Runs:
+    """Plain and clocked runs of a reduced model, in turn."""
+
+    def __init__(self, model: ReducedModel) -> None:
+        self.model = model
+        self._plain: dict[bool, list[Seconds]] = defaultdict(list)
+        self._clocked: dict[TraceMoment, list[Seconds]] = defaultdict(list)
+        self._pieces: dict[TraceMoment, int] = {}
+        self._intervals: list[Interval] = []
+
+    @property
+    def spread(self) -> float:
+        """Spread of the device's seconds of forward and backward together."""
+        runs = zip(*self._plain.values(), strict=True)
+        return relative_spread([forward.device + backward.device for forward, backward in runs])
+
+    def run(self, clock: Clock, sweep: Callable[[], object], *, counts: bool) -> None:
+        """One of each; a warm-up unless it ``counts``."""
+        forward, backward = _time_run(self.model, clock, sweep)
+        timings, self._intervals = _time_intervals(self.model, clock, sweep)
+        if not counts:
+            return
+        self._plain[False].append(forward)
+        self._plain[True].append(backward)
         for moment, (seconds, count) in timings.items():
-            clocked[moment].append(seconds)
-            pieces[moment] = count
-    places = reduced.segments(intervals)
-    result: dict[TraceMoment, Seconds] = defaultdict(lambda: Seconds(0.0, 0.0))
-    for is_backward, totals in plain.items():
-        own = {m: runs for m, runs in clocked.items() if m.backward == is_backward}
-        shares = []
-        for part in range(len(Seconds._fields)):
-            medians = {m: median(run[part] for run in runs) for m, runs in own.items()}
-            shares.append(_subtract_clock(medians, pieces, median(run[part] for run in totals)))
-        for moment in own:
-            place = TraceMoment(is_backward, places[moment.interval])
-            device, host = (share[moment] for share in shares)
-            result[place] = Seconds(result[place].device + device, result[place].host + host)
-    return result, _spread_of_runs(plain)
+            self._clocked[moment].append(seconds)
+            self._pieces[moment] = count
+
+    def seconds(self) -> dict[TraceMoment, Seconds]:
+        """Medians by pass and index of the segment, scaled to the plain runs."""
+        places = self.model.segments(self._intervals)
+        result: dict[TraceMoment, Seconds] = defaultdict(lambda: Seconds(0.0, 0.0))
+        for is_backward, totals in self._plain.items():
+            own = {m: runs for m, runs in self._clocked.items() if m.backward == is_backward}
+            shares = []
+            for part in range(len(Seconds._fields)):
+                medians = {m: median(run[part] for run in runs) for m, runs in own.items()}
+                shares.append(_subtract_clock(medians, self._pieces, median(run[part] for run in totals)))
+            for moment in own:
+                place = TraceMoment(is_backward, places[moment.interval])
+                device, host = (share[moment] for share in shares)
+                result[place] = Seconds(result[place].device + device, result[place].host + host)
+        return result
 
 
-def _spread_of_runs(passes: Mapping[bool, Sequence[Seconds]]) -> float:
-    """Spread of the device's seconds of forward and backward together."""
-    runs = zip(*passes.values(), strict=True)
-    return relative_spread([forward.device + backward.device for forward, backward in runs])
-
-
-def _time_run(reduced: ReducedModel, clock: Clock, sweep: Callable[[], None]) -> tuple[Seconds, Seconds]:
+def _time_run(reduced: ReducedModel, clock: Clock, sweep: Callable[[], object]) -> tuple[Seconds, Seconds]:
     reduced.drop_gradients()
     sweep()
     forward, loss = time_both(clock, reduced.loss)
@@ -197,7 +253,7 @@ def _time_run(reduced: ReducedModel, clock: Clock, sweep: Callable[[], None]) ->
 
 
 def _time_intervals(
-    reduced: ReducedModel, clock: Clock, sweep: Callable[[], None]
+    reduced: ReducedModel, clock: Clock, sweep: Callable[[], object]
 ) -> tuple[dict[TraceMoment, tuple[Seconds, int]], list[Interval]]:
     reduced.drop_gradients()
     sweep()

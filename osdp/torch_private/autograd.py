@@ -145,9 +145,10 @@ class HeldHooks:
         return OrderedDict((key, hook) for key, hook in hooks.items() if key in self._own)
 
 
-def has_hooks(parameter: torch.Tensor, own: Collection[int]) -> bool:
+def has_hooks(parameter: Any, own: Collection[int]) -> bool:
     """Whether ``parameter`` has tensor hooks or post-accumulate hooks other than ``own``."""
-    on, after = _on_hooks(parameter), _after_hooks(parameter)
+    # Read here: it is asked for all parameters in every backward.
+    on, after = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
     if not on and not after:
         return False
     return len(on or ()) + len(after or ()) > sum(key in (on or ()) or key in (after or ()) for key in own)

@@ -197,33 +197,37 @@ def _fits_kernel(group: Mapping[str, Any], members: Sequence[_Member]) -> bool:
     begins = {member.given_states.get("momentum_buffer") is None for member in members}
     if "momentum" in group and len(begins) > 1:
         return False  # the kernel makes the first step of all of them, or of none
+    # Loops: this runs for all parameters in every step, and generators would take half of its time.
     for member in members:
         given, states = member.given, member.given_states
-        grad = given.grad
+        grad, dtype, device = given.grad, given.dtype, given.device
         assert grad is not None
         if type(given) not in (torch.Tensor, nn.Parameter):
             return False  # a subclass need not know the kernel; torch gives it to none by itself, either
-        if given.dtype not in _FUSED_DTYPES or given.device.type != "cpu" or grad.layout != torch.strided:
+        if dtype not in _FUSED_DTYPES or device.type != "cpu" or grad.layout != torch.strided:
             return False
-        step = states.get("step")
-        if step is not None and (not isinstance(step, torch.Tensor) or step.dtype != torch.float32):
-            return False
-        if any(isinstance(value, torch.Tensor) and value.device != given.device for value in states.values()):
-            return False  # a kernel reads numbers made under another default device as if they were its own
-        kept = (value for key, value in states.items() if key not in _NUMBERS)
-        others = (grad, *(value for value in kept if isinstance(value, torch.Tensor)))
-        if not all(type(other) is torch.Tensor and other.dtype == given.dtype for other in others):
-            return False
-        if grad.device != given.device:
-            return False
-        if not all(_lies_alike(other, given) for other in others):
-            return False
+        others = [grad]
+        for key, value in states.items():
+            if not isinstance(value, torch.Tensor):
+                if key == "step" and value is not None:
+                    return False
+            elif value.device != device:
+                return False  # a kernel reads numbers made under another default device as its own
+            elif key not in _NUMBERS:
+                others.append(value)
+            elif key == "step" and value.dtype != torch.float32:
+                return False
+        contiguous = given.is_contiguous()
+        for other in others:
+            if type(other) is not torch.Tensor or other.dtype != dtype or other.device != device:
+                return False
+            if not (contiguous and other.is_contiguous()) and not _lies_alike(other, given):
+                return False
     return True
 
 
 def _lies_alike(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    if tensor.is_contiguous() and other.is_contiguous():
-        return True
+    """Whether tensors that are not both contiguous have their elements in the same places of memory."""
     dense = torch.ops.aten.is_non_overlapping_and_dense
     return tensor.stride() == other.stride() and bool(dense(tensor)) and bool(dense(other))
 

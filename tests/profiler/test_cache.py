@@ -266,7 +266,7 @@ def _three_starts(folder: str) -> list[tuple[list[str], str]]:
         calls = _Calls()
         with (
             calls.counting(collectives, "_measure_groups", devices),
-            calls.counting(segments, "profile_segments"),
+            calls.counting(segments, "profile_batches"),
             calls.counting(optimizer, "profile_optimizer"),
         ):
             plan = make_plan(_model(), torch.ones(4, 8), "64MiB", cache_dir=cache_dir)
@@ -279,7 +279,7 @@ def test_a_second_start_measures_nothing(tmp_path: Path) -> None:
     answers = run(2, _three_starts, str(tmp_path))
     assert answers[0] == answers[1]
     (first, device), (second, same), (anew, _) = answers[0]
-    assert first == anew == ["_measure_groups", "profile_segments", "profile_optimizer"]
+    assert first == anew == ["_measure_groups", "profile_batches", "profile_optimizer"]
     assert (second, same) == ([], device)
     assert {path.name.partition("-")[0] for path in tmp_path.iterdir()} == {
         "devices", "segments", "optimizer",
@@ -309,7 +309,7 @@ def _two_starts_in_stages(folder: str) -> list[list[str]]:
         calls = _Calls()
         with (
             calls.counting(collectives, "_measure_single"),
-            calls.counting(segments, "profile_segments"),
+            calls.counting(segments, "profile_batches"),
             calls.counting(optimizer, "profile_optimizer"),
             calls.counting(axis_links, "measure_stage_link"),
             calls.counting(axis_links, "measure_slowdowns"),
@@ -322,7 +322,7 @@ def _two_starts_in_stages(folder: str) -> list[list[str]]:
 def test_a_second_start_in_stages_measures_nothing(tmp_path: Path) -> None:
     answers = run(2, _two_starts_in_stages, str(tmp_path))
     assert all(
-        {"_measure_single", "measure_stage_link", "profile_segments"} <= set(first) for first, _ in answers
+        {"_measure_single", "measure_stage_link", "profile_batches"} <= set(first) for first, _ in answers
     )
     assert all(second == [] for _, second in answers)
 

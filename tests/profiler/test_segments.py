@@ -20,7 +20,7 @@ from osdp.profiler.block_stubs import OutputTemplate
 from osdp.profiler.cache import MeasurementCache
 from osdp.profiler.reduced_model import reduced_model
 from osdp.profiler.repeats import find_repeats
-from osdp.profiler.segments import cached_segments, profile_segments
+from osdp.profiler.segments import cached_batches, profile_batches, profile_segments
 from osdp.profiler.stopwatch import Clock, time_call
 from osdp.profiler.workspace import CpuWorkspace
 from osdp.tracing.loss import scalar_loss
@@ -302,18 +302,42 @@ def test_a_profile_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     desc = describe(model, sample)
     cache = MeasurementCache(tmp_path)
     options: dict[str, Any] = {"cache": cache, "device": "cpu", "repeats": 1, "progress": False}
-    first = cached_segments(model, sample, desc, **options)
-    with monkeypatch.context() as patch:
-        patch.setattr(segments_module, "profile_segments", _must_not_run)
-        assert cached_segments(model, sample, desc, **options) == first
-        with pytest.raises(AssertionError):
-            cached_segments(model, sample, desc, **options, param_dtype="bfloat16")
-        with pytest.raises(AssertionError):
-            cached_segments(model, sample.repeat(2, 1), desc, **options)
+    measured: list[list[int]] = []
+
+    def counting(model: nn.Module, batches: list[SampleBatch], *args: Any, **kwargs: Any) -> Any:
+        measured.append([batch.local_batch for batch in batches])
+        return profile_batches(model, batches, *args, **kwargs)
+
+    monkeypatch.setattr(segments_module, "profile_batches", counting)
+    (first,) = cached_batches(model, [sample], desc, **options)
+    assert cached_batches(model, [sample], desc, **options) == [first]
+    size = len(sample)
+    assert measured == [[size]]
+    # Of several batches only those are measured that are not kept.
+    both = cached_batches(model, [sample.repeat(2, 1), sample], desc, **options)
+    assert both[1] == first and measured[1:] == [[2 * size]]
+    cached_batches(model, [sample], desc, **options, param_dtype="bfloat16")
+    assert measured[2:] == [[size]]
 
 
-def _must_not_run(*args: Any, **kwargs: Any) -> None:
-    raise AssertionError("measured again")
+@pytest.mark.parametrize("name", ["mlp", "gpt2", "encoder", "keeper"])
+def test_batches_that_take_turns_have_the_bytes_of_each_alone(name: str) -> None:
+    """Their runs share weights and stubs, which have to return tensors of each batch's own shapes."""
+    model, sample = MODELS[name]()
+    desc = describe(model, sample)
+    samples = [SampleBatch.of(sample), SampleBatch.of(sample).resized(1)]
+    options: dict[str, Any] = {"device": "cpu", "repeats": 1, "progress": False}
+    together = profile_batches(model, samples, desc, **options)
+    for found, batch in zip(together, samples, strict=True):
+        alone = profile_segments(model, batch, desc, **options)
+        assert [_bytes(each) for each in found] == [_bytes(each) for each in alone]
+        assert sum(each.forward.seconds + each.backward.seconds for each in found) > 0
+
+
+def _bytes(profile: SegmentProfile) -> tuple[Any, ...]:
+    passes = (profile.forward, profile.backward)
+    sizes = ((p.live_bytes, p.peak_bytes, p.gradient_peak_bytes, p.bucket_peak_bytes) for p in passes)
+    return (profile.signature, profile.saved_bytes, *sizes)
 
 
 def test_bad_input_gets_one_clear_error() -> None:

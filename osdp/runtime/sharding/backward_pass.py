@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from osdp.runtime.module.gradient_hooks import gradient_hook
 from osdp.runtime.module.group_dtensor import compute_with_other_meshes
@@ -312,7 +313,8 @@ class BackwardPass:
         self._reducer.finish(absent)
         for parameter in self._parameters:
             path, stored = parameter.path, parameter.stored
-            compute_with_other_meshes(stored.grad)
+            if isinstance(stored, DTensor):
+                compute_with_other_meshes(stored.grad)
             is_absent = parameter.name in absent
             if path.is_held:
                 path.deliver(stored, None if is_absent else stored.grad)

@@ -23,7 +23,6 @@ used, and after the all-reduce which of them any rank used. Nothing else has to 
 
 import weakref
 from collections.abc import Callable, Collection, Sequence
-from contextlib import nullcontext
 from enum import Enum
 
 import torch
@@ -126,6 +125,8 @@ class Bucket:
         #: Earlier gradients that are not the bucket's memory, by index, for as long as users hold them.
         self._earlier: dict[int, weakref.ref[torch.Tensor]] = {}
         self._content = [_Content.NOTHING] * len(sizes)
+        #: Factor of each parameter's gradient, as settings say.
+        self._scales = [self._scale(parameter) for parameter in parameters]
         self._arrived: set[int] = set()
         self._work: dist.Work | PartExchange | None = None
         self.started = False
@@ -156,11 +157,11 @@ class Bucket:
                 "had started; use torch.utils.checkpoint with use_reentrant=False"
             )
         # Called for every gradient: a context costs microseconds, and gradients are off in most backwards.
-        with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
-            if self._flat is None and not self._open_with(index, grad):
-                self._open()
-            parameter.compute.grad = None
-            self._add(index, grad)
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                self._take(index, parameter, grad)
+        else:
+            self._take(index, parameter, grad)
         self._arrived.add(index)
 
     def start(self, flags: Sequence[bool] = ()) -> None:
@@ -224,14 +225,21 @@ class Bucket:
                 # One cast for all; the gradients handed out are views of its result.
                 self._flat = gradients.to(self._stored_dtype)
                 self._views = []
-            views = [self._view(index) for index in range(len(self.parameters))]
+            views = self._views or self._make_views()
             content, earlier = self._content, self._earlier
             # Before users' hooks run: they may already start another pass with these parameters.
             self.reset()
             for index, parameter in enumerate(self.parameters):
                 missing = content[index] is _Content.NOTHING and parameter.name in without_gradient
                 held = earlier[index]() if index in earlier else None
-                _hand_over(parameter, None if missing else parameter.own_part(views[index]), held)
+                grad = None if missing else parameter.own_part(views[index])
+                stored = parameter.stored
+                if held is None and not parameter.path.is_held and not isinstance(stored, DTensor):
+                    # As nearly always: autograd has left none beside it.
+                    if grad is not None and stored.grad is None:
+                        stored.grad = grad
+                        continue
+                _hand_over(parameter, grad, held)
 
     def reset(self) -> None:
         """Drop everything that has arrived."""
@@ -257,28 +265,34 @@ class Bucket:
         """Keep the gradients that have arrived for the next backward of an accumulation."""
         self._arrived.clear()
 
-    def _add(self, index: int, grad: torch.Tensor) -> None:
-        scale = self._reduction.scale * self._weight(index)
-        assert self._flat is not None
-        view = self._view(index)
-        content = self._content[index]
+    def _take(self, index: int, parameter: ReplicatedParameter, grad: torch.Tensor) -> None:
+        """Move ``grad`` of ``parameter`` into the bucket."""
+        if self._flat is None and not self._open_with(index, grad):
+            self._open()
+        parameter.compute.grad = None
+        view = (self._views or self._make_views())[index]
+        scale, content = self._scales[index], self._content[index]
         if view.data_ptr() == grad.data_ptr():
             # The gradient shares the bucket's memory (``_open_with``, or autograd added into it): scale it
             # in place.
             if scale != 1.0:
                 view.mul_(scale)
-        elif content is _Content.NOTHING:
-            _scaled_copy(grad, scale, view)
-        else:
+        elif content is not _Content.NOTHING:
             if content is _Content.REDUCED:
                 view.mul_(self._reduction.scale)
             view.add_(grad, alpha=scale)
+        elif scale != 1.0 and grad.dtype == self._dtype:
+            torch.mul(grad, scale, out=view)
+        else:
+            view.copy_(grad)
+            if scale != 1.0:
+                view.mul_(scale)
         self._content[index] = _Content.SCALED
 
-    def _weight(self, index: int) -> float:
-        """Weight of a gradient relative to the mean over ranks, for parameters with a divide factor."""
-        factor = self.parameters[index].path.divide_factor
-        return 1.0 if factor is None else self._reduction.group.size() / factor
+    def _scale(self, parameter: ReplicatedParameter) -> float:
+        """Factor of this rank's gradient: the mean over ranks, or what a divide factor makes of it."""
+        factor = parameter.path.divide_factor
+        return self._reduction.scale * (1.0 if factor is None else self._reduction.group.size() / factor)
 
     @property
     def _joint_hook(self) -> AllReduceHook | None:
@@ -290,6 +304,7 @@ class Bucket:
 
     def follow_settings(self) -> None:
         """Apply the gradient settings of its parameters."""
+        self._scales = [self._scale(parameter) for parameter in self.parameters]
         joint, syncs = self._joint_hook is not None, self.syncs
         for parameter in self.parameters:
             path = parameter.path
@@ -345,20 +360,13 @@ class Bucket:
         return first.as_strided((self._numel,), (1,), 0)
 
     def _view(self, index: int) -> torch.Tensor:
-        if not self._views:
-            assert self._flat is not None
-            gradients = self._flat[: self._gradient_numel]
-            self._views = views_like(gradients, [parameter.compute for parameter in self.parameters])
-        return self._views[index]
+        return (self._views or self._make_views())[index]
 
-
-def _scaled_copy(grad: torch.Tensor, scale: float, out: torch.Tensor) -> None:
-    if grad.dtype == out.dtype and scale != 1.0:
-        torch.mul(grad, scale, out=out)
-    else:
-        out.copy_(grad)
-        if scale != 1.0:
-            out.mul_(scale)
+    def _make_views(self) -> list[torch.Tensor]:
+        assert self._flat is not None
+        gradients = self._flat[: self._gradient_numel]
+        self._views = views_like(gradients, [parameter.compute for parameter in self.parameters])
+        return self._views
 
 
 def _hand_over(parameter: ReplicatedParameter, grad: torch.Tensor | None, into: torch.Tensor | None) -> None:

@@ -82,13 +82,15 @@ class GradientPath:
 
         Between a forward and its backward modules register compute parameters, which users may freeze then.
         """
-        if computed is not None and computed is not stored:
+        trained = stored.requires_grad
+        if computed is not None and computed is not stored and computed.requires_grad is not trained:
             # Both were as `trained` in the last forward: whichever differs from that was changed since.
             if self.trained is not None and computed.requires_grad is not self.trained:
-                stored.requires_grad_(computed.requires_grad)
-            elif computed.requires_grad is not stored.requires_grad:
-                computed.requires_grad_(stored.requires_grad)
-        self.trained = stored.requires_grad
+                trained = computed.requires_grad
+                stored.requires_grad_(trained)
+            else:
+                computed.requires_grad_(trained)
+        self.trained = trained
 
     def begin(self, stored: nn.Parameter) -> None:
         """Take hooks and the earlier gradient off the parameter at the start of a backward, where needed."""

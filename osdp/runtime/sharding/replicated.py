@@ -102,8 +102,9 @@ class ReplicatedParameter:
 
     def refresh(self) -> None:
         """Register the compute parameter again if something else was registered, and copy changed values."""
-        if any(registered_parameter(*place) is not self.compute for place in self.owned.places):
-            self.owned.register(self.compute)  # torch.func.functional_call registers what it was given
+        for module, name in self.owned.places:
+            if registered_parameter(module, name) is not self.compute:
+                self.owned.register(self.compute)  # torch.func.functional_call registers what it was given
         if self._casts and version_of(self.stored) != self._copied:
             self._copy()
 

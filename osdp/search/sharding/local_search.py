@@ -148,4 +148,5 @@ def share_buckets(
 
 def _share(strategy: UnitStrategy, following: UnitStrategy) -> bool:
     """Whether gradients of two units may share a bucket."""
-    return strategy == following and strategy in (NO_SHARD, SHARD_OPTIMIZER)
+    # In any shard group: that of SHARD_OPTIMIZER says how gradients are reduced.
+    return strategy == following and strategy._replace(group=0) in (NO_SHARD, SHARD_OPTIMIZER)

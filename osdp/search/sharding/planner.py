@@ -36,6 +36,9 @@ from osdp.text import format_bytes
 
 logger = logging.getLogger(__name__)
 
+#: Gives the profile of each of several trainings that differ in their local batches.
+ProfileTrainings = Callable[[Sequence[Training]], Sequence[Profile]]
+
 _LARGEST_SHOWN = 3
 #: Relative gaps up to this are rounding.
 _PROVEN = 1e-9
@@ -392,14 +395,15 @@ def batches(
     training: Training,
     local_batches: Sequence[int],
     microbatches: Sequence[int],
-    profile: Callable[[Training], Profile],
+    profile: ProfileTrainings,
     samples: int | None = None,
 ) -> list[Candidate]:
     """Candidates for each local batch and number of microbatches, largest first.
 
-    Where a list is empty, the training's own value is used. With ``samples`` a rank trains that many in each
-    step: only local batches and numbers of microbatches with that product remain, and where a list is empty
-    all of them are tried, local batches up to the training's own.
+    Profiles of all local batches are asked for at once, so that they can be measured in turns. Where a list
+    is empty, the training's own value is used. With ``samples`` a rank trains that many in each step: only
+    local batches and numbers of microbatches with that product remain, and where a list is empty all of them
+    are tried, local batches up to the training's own.
 
     Raises:
         ValueError: No local batch and number of microbatches have that product; names the nearest that can be
@@ -410,12 +414,12 @@ def batches(
         chosen = {batch: counts for batch in set(local_batches) or {training.local_batch or 1}}
     else:
         chosen = _microbatches_by_batch(samples, training, local_batches, microbatches)
-    found = []
-    for batch in sorted(chosen, reverse=True):
-        measured = profile(replace(training, local_batch=batch))
-        for count in sorted(chosen[batch], reverse=True):
-            found.append(Candidate(replace(training, local_batch=batch, microbatches=count), measured))
-    return found
+    trainings = [replace(training, local_batch=batch) for batch in sorted(chosen, reverse=True)]
+    return [
+        Candidate(replace(each, microbatches=count), measured)
+        for each, measured in zip(trainings, profile(trainings), strict=True)
+        for count in sorted(chosen[each.local_batch or 1], reverse=True)
+    ]
 
 
 def _microbatches_by_batch(

@@ -5,9 +5,12 @@ from contextlib import suppress
 from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
+from osdp import ModelDesc, make_plan
 from osdp.cost.evaluate import evaluate
 from osdp.cost.sharding.problem import build_problem
 from osdp.errors import InfeasibleError
@@ -16,9 +19,9 @@ from osdp.hardware.profile import PassProfile, Profile, SegmentProfile
 from osdp.model.training import Training
 from osdp.plan.plan import Plan
 from osdp.plan.search_options import SearchOptions
-from osdp.plan.sharding import UNGROUPED, Mode, Unit
+from osdp.plan.sharding import UNGROUPED, Mode, Route, Unit
 from osdp.search.sharding import planner as planning
-from osdp.search.sharding.planner import Candidate, batches, best_plan
+from osdp.search.sharding.planner import Candidate, ProfileTrainings, batches, best_plan
 from osdp.search.sharding.solve import min_peak, solve, solve_bounded
 from osdp.text import format_bytes, format_seconds
 from tests.helpers.problems import random_device, random_model
@@ -38,6 +41,11 @@ def scaled(profile: Profile, batch: int) -> Profile:
         for s in profile.segments
     )
     return replace(profile, local_batch=batch, segments=segments)
+
+
+def scaled_to(profile: Profile) -> ProfileTrainings:
+    """The profile for each local batch that is asked for."""
+    return lambda trainings: [scaled(profile, training.local_batch or 1) for training in trainings]
 
 
 def peak_range(seed: int) -> tuple[int, int]:
@@ -176,7 +184,7 @@ def test_the_least_peak_is_feasible_and_one_byte_less_is_not() -> None:
 
 def test_infeasible_batches_suggest_a_smaller_one() -> None:
     model_desc, profile = random_model(2, 3, 2)
-    candidates = batches(Training(), (4, 8), (1,), lambda step: scaled(profile, step.local_batch))
+    candidates = batches(Training(), (4, 8), (1,), scaled_to(profile))
     with pytest.raises(InfeasibleError) as caught:
         best_plan(model_desc, candidates, random_device(2, memory_limit=2**16))
     assert "a local batch below 4" in "\n".join(caught.value.suggestions)
@@ -185,7 +193,7 @@ def test_infeasible_batches_suggest_a_smaller_one() -> None:
 @pytest.mark.parametrize("seed", range(8))
 def test_the_best_batch_is_the_one_with_the_most_samples_per_second(seed: int) -> None:
     model_desc, profile = random_model(seed, 2, 2)
-    candidates = batches(Training(), (1, 2, 4, 8), (1,), lambda step: scaled(profile, step.local_batch))
+    candidates = batches(Training(), (1, 2, 4, 8), (1,), scaled_to(profile))
     assert [c.training.local_batch for c in candidates] == [8, 4, 2, 1]
     least, _ = peak_range(seed)
     # Room for the small batches in several modes, and for the largest in few or none.
@@ -207,7 +215,10 @@ def _cuts(samples: int, local_batch: int, **lists: tuple[int, ...]) -> list[tupl
     given = {"local_batches": (), "microbatches": ()} | lists
     training = Training(local_batch=local_batch)
     found = batches(
-        training, **given, profile=lambda step: scaled(profile, step.local_batch), samples=samples
+        training,
+        **given,
+        profile=scaled_to(profile),
+        samples=samples,
     )
     return [(c.training.local_batch, c.training.microbatches) for c in found]
 
@@ -229,7 +240,7 @@ def test_samples_that_nothing_divides_name_the_nearest() -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_batch_and_accumulation_are_chosen_together(seed: int) -> None:
     model_desc, profile = random_model(seed, 2, 2)
-    candidates = batches(Training(), (1, 2), (1, 4), lambda step: scaled(profile, step.local_batch))
+    candidates = batches(Training(), (1, 2), (1, 4), scaled_to(profile))
     sizes = [(c.training.local_batch, c.training.microbatches) for c in candidates]
     assert sizes == [(2, 4), (2, 1), (1, 4), (1, 1)]
     least, _ = peak_range(seed)
@@ -268,7 +279,7 @@ def test_a_plan_is_proven_best_only_if_all_candidates_are(monkeypatch: pytest.Mo
     """The larger batch loses, but its search left open whether it could have won."""
     model_desc, profile = random_model(1, 2, 2)
     device = random_device(1, memory_limit=peak_range(1)[1] * 4)
-    candidates = batches(Training(), (1, 2), (1,), lambda step: scaled(profile, step.local_batch))
+    candidates = batches(Training(), (1, 2), (1,), scaled_to(profile))
     assert best_plan(model_desc, candidates, device).optimal
 
     def with_open_bound(problem, limit, **options):
@@ -326,3 +337,32 @@ def test_replication_is_taken_where_nothing_shows_that_it_is_slower(residual: fl
         assert plan.predicted.step_seconds == plain.predicted.step_seconds
         assert any("within the spread" in note for note in plan.notes)
     assert plan.predicted.step_seconds <= plain.predicted.step_seconds
+
+
+@pytest.mark.parametrize("by_exchange", [False, True], ids=["all-reduces", "exchange"])
+@pytest.mark.parametrize("strategy", ["NO_SHARD", "SHARD_OPTIMIZER"])
+def test_units_of_whole_parameters_share_a_bucket_where_latency_dominates(
+    strategy: str, by_exchange: bool
+) -> None:
+    """Those of SHARD_OPTIMIZER that are all-reduced never did, and waited for one all-reduce each."""
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    model = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+    desc = ModelDesc.from_module(model, torch.zeros(2, 4, 16), loss_fn=torch.sum)
+    slow, fast = 1e-2, 1e-3
+    device = DeviceInfo(
+        memory_limit=2**30,
+        kind="device",
+        devices_per_node=4,
+        links=(
+            Link("all_gather", "world", 4, fast, 1e9),
+            Link("reduce_scatter", "world", 4, fast if by_exchange else slow, 1e9, by_exchange=True),
+            Link("reduce_scatter", "world", 4, slow, 1e9),
+            Link("all_reduce", "world", 4, slow if by_exchange else fast, 1e9),
+        ),
+        flops=1e12,
+        memory_bandwidth=1e11,
+    )
+    (unit,) = make_plan(None, desc, device, strategy=strategy).units
+    assert len(unit.operators) == len(desc.operators)
+    if strategy == "SHARD_OPTIMIZER":
+        assert unit.route is (Route.EXCHANGE if by_exchange else Route.FLAT)
