@@ -267,32 +267,51 @@ def _packed_bytes(of_ranks: Sequence[torch.Tensor]) -> int:
 
 
 class _Packed:
-    """Parts for few messages: large ones as they are, small ones of a dtype together until it is too much."""
+    """Parts for few messages: large ones as they are, small ones of a dtype together until it is too much.
+
+    Args:
+        parts: The parts, whose memory stays where it is.
+    """
 
     def __init__(self, parts: Parts) -> None:
-        self._small: dict[torch.dtype, list[Sequence[torch.Tensor]]] = {}
-        self.messages: list[Sequence[torch.Tensor]] = []
+        small: dict[torch.dtype, list[Sequence[torch.Tensor]]] = {}
+        self._large: list[Sequence[torch.Tensor]] = []
         left = _MOST_PACKED
         for of_ranks in parts:
             nbytes = _packed_bytes(of_ranks)
             left -= nbytes
             if not nbytes or left < 0:
-                self.messages.append(of_ranks)
+                self._large.append(of_ranks)
             else:
-                self._small.setdefault(of_ranks[0].dtype, []).append(of_ranks)
-        self._joint = [[torch.cat(column) for column in zip(*alike, strict=True)] for alike in self._packs]
-        self.messages += self._joint
+                small.setdefault(of_ranks[0].dtype, []).append(of_ranks)
+        #: Small parts of one dtype, by rank.
+        self._packs = [list(zip(*alike, strict=True)) for alike in small.values()]
+        self._joint: list[list[torch.Tensor]] = []
 
-    @property
-    def _packs(self) -> Iterable[list[Sequence[torch.Tensor]]]:
-        return self._small.values()
+    def pack(self, only: int | None = None) -> list[Sequence[torch.Tensor]]:
+        """What is sent and received, for each rank; the messages of ranks other than ``only`` are empty."""
+        self._joint = [
+            [
+                torch.cat(column)
+                if only in (None, rank)
+                else column[0].new_empty(sum(part.numel() for part in column))
+                for rank, column in enumerate(columns)
+            ]
+            for columns in self._packs
+        ]
+        return [*self._large, *self._joint]
 
-    def unpack(self, rank: int) -> None:
-        """Copy the small parts of a rank back to where they came from."""
-        for alike, joint in zip(self._packs, self._joint, strict=True):
-            pieces = joint[rank].split([of_ranks[rank].numel() for of_ranks in alike])
-            for of_ranks, piece in zip(alike, pieces, strict=True):
-                of_ranks[rank].copy_(piece)
+    def unpack(self, ranks: Iterable[int]) -> None:
+        """Copy the small parts of these ranks back to where they came from."""
+        places: list[torch.Tensor] = []
+        pieces: list[torch.Tensor] = []
+        for columns, joint in zip(self._packs, self._joint, strict=True):
+            for rank in ranks:
+                places += columns[rank]
+                pieces += joint[rank].split([part.numel() for part in columns[rank]])
+        if places:
+            torch._foreach_copy_(places, pieces)
+        self._joint = []
 
 
 def _others(group: dist.ProcessGroup) -> list[int]:
@@ -319,27 +338,35 @@ def start_gather(whole: torch.Tensor, group: dist.ProcessGroup) -> PendingMessag
     )
 
 
-def gather_in_place(
-    parts: Parts, group: dist.ProcessGroup, wait: Callable[[PendingMessages], object]
-) -> None:
-    """Fill in the parts of the other ranks: each rank sends its own to every other.
+class GatherInPlace:
+    """Fills in the parts of the other ranks: each rank sends its own to every other.
 
     Args:
-        parts: The memory of every rank's part; this rank's own has its values.
+        parts: The memory of every rank's part, which stays where it is; this rank's own has its values.
         group: The ranks.
-        wait: Waits for messages.
     """
-    mine, others = group.rank(), _others(group)
-    for portion in _portions(parts):
-        packed = _Packed(portion)
-        pairs = [(rank, of_ranks) for rank in others for of_ranks in packed.messages]
-        messages = _start(
-            (dist.P2POp(dist.irecv, parts[rank], group=group, group_peer=rank) for rank, parts in pairs),
-            (dist.P2POp(dist.isend, parts[mine], group=group, group_peer=rank) for rank, parts in pairs),
-        )
-        wait(messages)
-        for rank in others:
-            packed.unpack(rank)
+
+    def __init__(self, parts: Parts, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._portions = [_Packed(portion) for portion in _portions(parts)]
+
+    def run(self, wait: Callable[[PendingMessages], object]) -> None:
+        """Gather the present values; all ranks call it.
+
+        Args:
+            wait: Waits for messages.
+        """
+        group, mine, others = self._group, self._group.rank(), _others(self._group)
+        for packed in self._portions:
+            messages = packed.pack(only=mine)
+            pairs = [(rank, each[rank], each[mine]) for rank in others for each in messages]
+            wait(
+                _start(
+                    (dist.P2POp(dist.irecv, part, group=group, group_peer=rank) for rank, part, _ in pairs),
+                    (dist.P2POp(dist.isend, part, group=group, group_peer=rank) for rank, _, part in pairs),
+                )
+            )
+            packed.unpack(others)
 
 
 def _portions(parts: Parts) -> Iterator[Parts]:
@@ -369,7 +396,8 @@ class PartExchange:
 
     def __init__(self, parts: Parts, group: dist.ProcessGroup) -> None:
         self._packed, self._mine = _Packed(parts), group.rank()
-        messages, others = self._packed.messages, _others(group)
+        self._messages = messages = self._packed.pack()
+        others = _others(group)
         # For each other rank and message: what it sends for this rank's part.
         self._received = [[torch.empty_like(of_ranks[self._mine]) for of_ranks in messages] for _ in others]
         incoming = list(zip(others, self._received, strict=True))
@@ -388,11 +416,11 @@ class PartExchange:
             wait(self._under_way)
         self._under_way = None
         for received in self._received:
-            for of_ranks, part in zip(self._packed.messages, received, strict=True):
+            for of_ranks, part in zip(self._messages, received, strict=True):
                 of_ranks[self._mine].add_(part)
         if self._received:
-            self._packed.unpack(self._mine)
-        self._received = []
+            self._packed.unpack([self._mine])
+        self._received, self._messages = [], []
 
 
 def set_route(module: nn.Module, route: Route, grid: Grid | None = None) -> None:

@@ -40,7 +40,7 @@ LIFETIME = timedelta(days=30)
 _CLOCKS_DIFFER = timedelta(hours=1)
 
 #: Counts up when what a measured number means changes, so that older files are not read.
-_VERSION = 10
+_VERSION = 11
 
 
 @dataclass(frozen=True, slots=True)

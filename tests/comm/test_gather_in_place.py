@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from osdp.comm import collectives
-from osdp.comm.collectives import gather_in_place
+from osdp.comm.collectives import GatherInPlace
 from osdp.comm.messages import PendingMessages
 from tests.helpers.distributed import run
 
@@ -31,11 +31,16 @@ def faults() -> list[str]:
         sent.append(len(messages))
         messages.wait()
 
-    gather_in_place(parts, dist.group.WORLD, wait)
-    for number, sizes, whole in wholes:
-        for other, shard in enumerate(whole.split(sizes[:size])):
-            if not torch.equal(shard, torch.full_like(shard, other + 10 * number)):
-                found.append(f"{whole.dtype} {sizes}: the shard of rank {other} is {shard[:3]}")
+    gather = GatherInPlace(parts, dist.group.WORLD)
+    for added in (0, 100):  # the second time with other values in the same memory
+        for shards in parts:
+            shards[rank].add_(added)
+        sent.clear()
+        gather.run(wait)
+        for number, sizes, whole in wholes:
+            for other, shard in enumerate(whole.split(sizes[:size])):
+                if not torch.equal(shard, torch.full_like(shard, other + 10 * number + added)):
+                    found.append(f"{whole.dtype} {sizes}: the shard of rank {other} is {shard[:3]}")
     # Small shards of a dtype share a message: to each rank at most one, and one for each large tensor.
     most = (size - 1) * 2 * len(DTYPES) * 3
     return found + [f"{sum(sent)} messages, more than {most}"] * (sum(sent) > most)
@@ -58,4 +63,4 @@ def test_what_is_packed_at_a_time_is_bounded() -> None:
     with mock.patch.object(collectives, "_MOST_PACKED", 100):
         assert [len(portion) for portion in collectives._portions(parts)] == [3, 2]
         # In a reduction, which is not waited for, the others are sent as they are.
-        assert [message[0].numel() for message in collectives._Packed(parts).messages] == [4, 4, 12]
+        assert [message[0].numel() for message in collectives._Packed(parts).pack()] == [4, 4, 12]

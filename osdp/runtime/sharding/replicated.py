@@ -28,7 +28,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from osdp.comm.collectives import gather_in_place
+from osdp.comm.collectives import GatherInPlace
 from osdp.comm.messages import PendingMessages
 from osdp.plan.shard_math import shard_numel
 from osdp.runtime.module.counted_dtensor import CountedDTensor, count_changes
@@ -245,6 +245,8 @@ class ReplicatedParameters:
         self.wait: Callable[[PendingMessages], object] = lambda work: work.wait()
         self._has_copies = False
         self._in_shards = [p for p in self.parameters if isinstance(p, ParameterSteppedInShards)]
+        #: The parts that were gathered last, and how.
+        self._known_gather: tuple[list[list[torch.Tensor]], GatherInPlace] | None = None
 
     def __iter__(self) -> Iterator[ReplicatedParameter]:
         return iter(self.parameters)
@@ -274,9 +276,17 @@ class ReplicatedParameters:
         gathered = list(parameters)
         if gathered:
             with torch.no_grad():
-                gather_in_place([p.parts() for p in gathered], gathered[0].group, self.wait)
+                self._gather_of([p.parts() for p in gathered], gathered[0].group).run(self.wait)
             for parameter in gathered:
                 parameter.note_gathered()
+
+    def _gather_of(self, parts: list[list[torch.Tensor]], group: dist.ProcessGroup) -> GatherInPlace:
+        """The gather of ``parts``, made anew only if they are not those of the last one."""
+        known = self._known_gather
+        same = known is not None and len(known[0]) == len(parts)
+        if known is None or not same or any(a is not b for a, b in zip(known[0], parts, strict=True)):
+            self._known_gather = known = parts, GatherInPlace(parts, group)
+        return known[1]
 
     def swap_in(self) -> bool:
         """Register the compute parameters; returns whether they were swapped out before."""
