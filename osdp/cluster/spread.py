@@ -1,7 +1,7 @@
 """Spread: how far measurements lie from predictions, as 90 % intervals, and which predictions are ties.
 
 Without measured steps of one's own the factors are those of published trainings: the 5 % and 95 % quantiles
-of measured over predicted seconds of 62 rows, and all of measured over predicted peaks of 16, of the tuning
+of measured over predicted seconds of 82 rows, and all of measured over predicted peaks of 16, of the tuning
 half of ``benchmarks/support/published`` (2026-11; the half set aside tells how well they hold,
 ``benchmarks/published_layouts.py``). Most of such an error is shared by all layouts of a model on a machine.
 What is a layout's own follows from the steps of vTrain (MICRO 2024; 9,792 pairs of layouts of one model and
@@ -24,11 +24,11 @@ class Spread:
         peak_high: Largest measured peak memory over the predicted one.
     """
 
-    low: float = 0.86
-    high: float = 1.94
+    low: float = 0.87
+    high: float = 1.45
     own: float = 0.135
     peak_low: float = 0.93
-    peak_high: float = 1.22
+    peak_high: float = 1.23
 
     def __post_init__(self) -> None:
         seconds, peak = 0 < self.low <= 1 <= self.high, 0 < self.peak_low <= 1 <= self.peak_high
