@@ -201,9 +201,13 @@ def make_profiler(
                 f"{description.fingerprint}: profile it again"
             )
 
+    def select(training: Training) -> Profile:
+        assert training.local_batch is not None
+        return select_profile(profiles, training.local_batch)
+
     def profile(trainings: Sequence[Training]) -> list[Profile]:
         if profiles:
-            return [select_profile(profiles, training.local_batch or 1) for training in trainings]
+            return list(map(select, trainings))
         if model is None:
             return [estimate(description, device, training) for training in trainings]
         try:
@@ -213,10 +217,9 @@ def make_profiler(
                     loss_fn=loss_fn, cache=cache, progress=is_first(),
                 )  # fmt: skip
         except NotCachedError:
-            return [
-                with_more_activations(estimate(description, device, training), UPPER_END)
-                for training in trainings
-            ]
+            if len(trainings) > 1:  # of some batches there may be profiles
+                return [found for training in trainings for found in profile([training])]
+            return [with_more_activations(estimate(description, device, trainings[0]), UPPER_END)]
 
     return profile
 

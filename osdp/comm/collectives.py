@@ -289,7 +289,7 @@ class _Packed:
         self._joint: list[list[torch.Tensor]] = []
 
     def pack(self, only: int | None = None) -> list[Sequence[torch.Tensor]]:
-        """What is sent and received, for each rank; the messages of ranks other than ``only`` are empty."""
+        """What is sent and received, by message and rank; with ``only`` small parts of others are unset."""
         self._joint = [
             [
                 torch.cat(column)

@@ -3,8 +3,10 @@
 from osdp.model.fqn import is_inside
 from osdp.plan.sharding import Mode, ShardingPlan, Unit
 
-#: The choice not to recompute a block; and what a choice ends with that is one for all units of a block.
+#: The choice not to recompute a block.
 KEPT = "keeping the block's activations"
+
+#: End of the name of a choice that is made for all units of a block together.
 OF_BLOCK = " of the whole block"
 
 

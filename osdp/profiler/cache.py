@@ -102,7 +102,7 @@ class MeasurementCache:
         Raises:
             NotCachedError: It is not kept, and this cache does not measure.
         """
-        (value,) = self.get_or_measure_all(name, kind, [facts], lambda _: [measure()], lifetime)
+        (value,) = self.get_or_measure_all(name, kind, [facts], lambda: [measure()], lifetime)
         return value
 
     def get_or_measure_all(
@@ -110,25 +110,25 @@ class MeasurementCache:
         name: str,
         kind: type[T],
         facts: Sequence[Sequence[Any]],
-        measure: Callable[[list[int]], Sequence[T]],
+        measure: Callable[[], Sequence[T]],
         lifetime: Callable[[T], timedelta] = lambda _: LIFETIME,
     ) -> list[T]:
-        """The same for several values; ``measure`` is given the indices of those that are not kept."""
+        """The same for several values, all of which are measured together if one is not kept."""
         if not self.is_on:
-            return list(self._measured(name, lambda: measure(list(range(len(facts))))))
+            return list(self._measured(name, measure))
         paths = [f"{name}-{codec.fingerprint([_VERSION, torch.__version__, *each])}.json" for each in facts]
         kept = on_first_rank(lambda: [self._load(path, kind, lifetime) for path in paths], self._group)
-        self._read += [entry for entry in kept if entry is not None]
-        missing = [index for index, entry in enumerate(kept) if entry is None]
-        if missing:
-            start = time.perf_counter()
-            values = self._measured(name, lambda: measure(missing))
-            seconds = (time.perf_counter() - start) / len(missing)
-            for index, value in zip(missing, values, strict=True):
-                kept[index] = entry = _Entry(datetime.now(UTC), seconds, value)
-                if is_first(self._group) and lifetime(value):
-                    self._save(paths[index], entry)
-        return [entry.value for entry in kept if entry is not None]
+        found = [entry for entry in kept if entry is not None]
+        if len(found) == len(paths):
+            self._read += found
+            return [entry.value for entry in found]
+        start = time.perf_counter()
+        values = list(self._measured(name, measure))
+        seconds = (time.perf_counter() - start) / len(values)
+        for path, value in zip(paths, values, strict=True):
+            if is_first(self._group) and lifetime(value):
+                self._save(path, _Entry(datetime.now(UTC), seconds, value))
+        return values
 
     def _measured(self, name: str, measure: Callable[[], T]) -> T:
         if not self._measures:

@@ -79,7 +79,13 @@ def profile_trainings(
     cache: MeasurementCache | None = None,
     progress: bool = True,
 ) -> list[Profile]:
-    """The same for several trainings that differ in their local batches, which are measured in turns."""
+    """The same for several trainings that differ in their batches, which are measured in turns.
+
+    Raises:
+        ValueError: As there, or they differ in more than that.
+    """
+    if len({replace(training, local_batch=None, microbatches=1) for training in trainings}) > 1:
+        raise ValueError("trainings that are profiled together may differ in their batches alone")
     sizes = [training.local_batch or model_desc.local_batch for training in trainings]
     for local_batch in sizes:
         if local_batch != model_desc.local_batch and not model_desc.batch_is_free:

@@ -48,11 +48,15 @@ class ReducedModel:
     largest_draws: bool | None = None
 
     def with_batch(self, batch: SampleBatch) -> "ReducedModel":
-        """The same model, weights included, with a batch of other sizes that is on the device."""
+        """The same model, weights and stubs included, with another batch, which is on the device.
+
+        Before a run of either :meth:`record_stubs` is called, where there are stubs.
+        """
         return replace(self, batch=batch)
 
     def record_stubs(self) -> None:
         """Run one forward, after which stubs return what they do for this batch."""
+        self.drop_gradients()
         with self.stubs.recording():
             self.loss()
 

@@ -9,9 +9,10 @@ the model's own code, its embeddings, head and loss run as they are. It is run
 2. with a clock at every boundary (:mod:`osdp.profiler.stopwatch`): how those seconds divide over segments;
 3. with every storage booked (:mod:`osdp.tracing.memory_ledger`): live, peak and saved bytes of each segment.
 
-The cost of reading the clock is subtracted from each interval and the rest is scaled to the plain seconds, so
-that the segments sum to a step without clocks. Before each timed pass the processor's caches are flushed: the
-weights of the few measured blocks would stay in them, whereas those of a whole model would not.
+Several batches take turns, on the same weights. The cost of reading the clock is subtracted from each
+interval and the rest is scaled to the plain seconds, so that the segments sum to a step without clocks.
+Before each timed pass the processor's caches are flushed: the weights of the few measured blocks would stay
+in them, whereas those of a whole model would not.
 """
 
 from collections import defaultdict
@@ -52,51 +53,6 @@ _METHOD = 5
 _SWEPT_BYTES = 2**26
 
 
-def profile_segments(
-    model: nn.Module,
-    sample_inputs: Any,
-    model_desc: ModelDesc,
-    *,
-    device: torch.device | str | None = None,
-    loss_fn: LossFn | None = None,
-    param_dtype: str | None = None,
-    repeats: int = 5,
-    progress: bool = True,
-) -> tuple[SegmentProfile, ...]:
-    """Seconds and activation bytes of every distinct segment of ``model``.
-
-    Args:
-        model: The model that was described, on any device; it is neither run nor changed.
-        sample_inputs: The batch to measure with, as in :func:`osdp.tracing.trace.describe`; its values are
-            used, except on ``meta``, where it is zeros.
-        model_desc: The description of ``model``.
-        device: Where to measure; by default the current CUDA device, else the CPU.
-        loss_fn: As for the description.
-        param_dtype: Dtype that parameters and floating-point inputs are cast to, as FSDP2's
-            ``MixedPrecisionPolicy(param_dtype)`` does.
-        repeats: Number of plain runs, and of clocked runs; the results are medians over them. While they
-            differ too much there are up to three times as many.
-        progress: Whether to show a progress bar.
-
-    Returns:
-        One profile per distinct signature, in the order of ``model_desc.distinct_segments``.
-
-    Raises:
-        ValueError: The model and the description do not belong together, or ``repeats`` is not positive.
-    """
-    (found,) = profile_batches(
-        model,
-        [sample_inputs],
-        model_desc,
-        device=device,
-        loss_fn=loss_fn,
-        param_dtype=param_dtype,
-        repeats=repeats,
-        progress=progress,
-    )
-    return found
-
-
 def profile_batches(
     model: nn.Module,
     batches: Sequence[Any],
@@ -108,9 +64,29 @@ def profile_batches(
     repeats: int = 5,
     progress: bool = True,
 ) -> list[tuple[SegmentProfile, ...]]:
-    """The same for several batches, whose runs take turns.
+    """Seconds and activation bytes of every distinct segment of ``model``, for each of several batches.
 
-    Profiles decide which batch is fastest: what else the machine does meanwhile has to slow all of them.
+    Their runs take turns. Profiles decide which batch is fastest: what else the machine does meanwhile has to
+    slow all of them.
+
+    Args:
+        model: The model that was described, on any device; it is neither run nor changed.
+        batches: The batches to measure with, as in :func:`osdp.tracing.trace.describe`; their values are
+            used, except on ``meta``, where they are zeros.
+        model_desc: The description of ``model``.
+        device: Where to measure; by default the current CUDA device, else the CPU.
+        loss_fn: As for the description.
+        param_dtype: Dtype that parameters and floating-point inputs are cast to, as FSDP2's
+            ``MixedPrecisionPolicy(param_dtype)`` does.
+        repeats: Number of plain runs, and of clocked runs; the results are medians over them. While they
+            differ too much there are up to three times as many.
+        progress: Whether to show a progress bar.
+
+    Returns:
+        For each batch one profile per distinct signature, in the order of ``model_desc.distinct_segments``.
+
+    Raises:
+        ValueError: The model and the description do not belong together, or ``repeats`` is not positive.
     """
     if repeats < 1:
         raise ValueError(f"repeats must be at least 1, got {repeats}")
@@ -156,15 +132,13 @@ def cached_batches(
     target = torch.device(device) if device is not None else default_device()
     samples = [SampleBatch.of(batch) for batch in batches]
 
-    def measure(missing: list[int]) -> list[tuple[SegmentProfile, ...]]:
-        chosen = [samples[index] for index in missing]
-        return profile_batches(model, chosen, model_desc, device=target, param_dtype=param_dtype, **options)
-
     return cache.get_or_measure_all(
         "segments",
         tuple[SegmentProfile, ...],
         [[_METHOD, model_desc, sample.specs, hardware(target), param_dtype] for sample in samples],
-        measure,
+        lambda: profile_batches(
+            model, samples, model_desc, device=target, param_dtype=param_dtype, **options
+        ),
     )
 
 

@@ -20,7 +20,7 @@ from osdp.profiler.block_stubs import OutputTemplate
 from osdp.profiler.cache import MeasurementCache
 from osdp.profiler.reduced_model import reduced_model
 from osdp.profiler.repeats import find_repeats
-from osdp.profiler.segments import cached_batches, profile_batches, profile_segments
+from osdp.profiler.segments import cached_batches, profile_batches
 from osdp.profiler.stopwatch import Clock, time_call
 from osdp.profiler.workspace import CpuWorkspace
 from osdp.tracing.loss import scalar_loss
@@ -117,7 +117,7 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
 def _profile(model: nn.Module, sample: Any, **options: Any) -> tuple[ModelDesc, tuple[SegmentProfile, ...]]:
     desc = describe(model, sample)
     options = {"repeats": 1, "progress": False, "device": "cpu", **options}
-    return desc, profile_segments(model, sample, desc, **options)
+    return desc, profile_batches(model, [sample], desc, **options)[0]
 
 
 class Strided(nn.Module):
@@ -282,7 +282,7 @@ def test_model_and_random_numbers_are_left_alone() -> None:
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     desc = describe(model, sample)
     state = torch.get_rng_state()
-    profile_segments(model, sample, desc, repeats=1, progress=False, device="cpu")
+    profile_batches(model, [sample], desc, repeats=1, progress=False, device="cpu")
     assert torch.equal(state, torch.get_rng_state())
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
@@ -313,9 +313,10 @@ def test_a_profile_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert cached_batches(model, [sample], desc, **options) == [first]
     size = len(sample)
     assert measured == [[size]]
-    # Of several batches only those are measured that are not kept.
+    # Times of several batches are compared: if one is not kept, all are measured, in turns.
     both = cached_batches(model, [sample.repeat(2, 1), sample], desc, **options)
-    assert both[1] == first and measured[1:] == [[2 * size]]
+    assert measured[1:] == [[2 * size, size]]
+    assert cached_batches(model, [sample], desc, **options) == both[1:]
     cached_batches(model, [sample], desc, **options, param_dtype="bfloat16")
     assert measured[2:] == [[size]]
 
@@ -329,7 +330,7 @@ def test_batches_that_take_turns_have_the_bytes_of_each_alone(name: str) -> None
     options: dict[str, Any] = {"device": "cpu", "repeats": 1, "progress": False}
     together = profile_batches(model, samples, desc, **options)
     for found, batch in zip(together, samples, strict=True):
-        alone = profile_segments(model, batch, desc, **options)
+        (alone,) = profile_batches(model, [batch], desc, **options)
         assert [_bytes(each) for each in found] == [_bytes(each) for each in alone]
         assert sum(each.forward.seconds + each.backward.seconds for each in found) > 0
 
@@ -344,11 +345,11 @@ def test_bad_input_gets_one_clear_error() -> None:
     model, sample = _mlp()
     desc = describe(model, sample)
     with pytest.raises(ValueError, match="repeats must be at least 1, got 0"):
-        profile_segments(model, sample, desc, repeats=0)
+        profile_batches(model, [sample], desc, repeats=0)
     with pytest.raises(ValueError, match="of another model: 18 parameters differ"):
-        profile_segments(nn.Linear(8, 4), sample, desc, progress=False, device="cpu")
+        profile_batches(nn.Linear(8, 4), [sample], desc, progress=False, device="cpu")
     with pytest.raises(ValueError, match="'float31' is not a dtype"):
-        profile_segments(model, sample, desc, param_dtype="float31", progress=False, device="cpu")
+        profile_batches(model, [sample], desc, param_dtype="float31", progress=False, device="cpu")
 
 
 def test_a_stub_returns_what_its_exemplar_did() -> None:

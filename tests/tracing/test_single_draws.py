@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from osdp import ModelDesc
-from osdp.profiler.segments import profile_segments
+from osdp.profiler.segments import profile_batches
 from osdp.tracing.dataflow import trace_flow
 from osdp.tracing.sample_batch import SampleBatch
 from osdp.tracing.single_draws import SingleDraws
@@ -67,7 +67,9 @@ def test_all_layers_are_described_and_profiled(rule: str) -> None:
     own = model.own.getstate(), model.own_of_numpy.bit_generator.state
     desc = ModelDesc.from_module(model, batch)
     assert sum(operator.executed for operator in desc.operators) == DEPTH
-    profile = profile_segments(model, batch, desc, loss_fn=lambda out: out.sum(), progress=False, repeats=1)
+    (profile,) = profile_batches(
+        model, [batch], desc, loss_fn=lambda out: out.sum(), progress=False, repeats=1
+    )
     assert {p.signature for p in profile} == {s.signature for s in desc.segments}
     assert states[0] == random.getstate()
     assert states[1] == np.random.get_state()[1].tolist()
@@ -97,7 +99,7 @@ def test_no_model_runs_all_layers_by_both_rules() -> None:
     desc = ModelDesc.from_module(model, batch)
     # What of the two runs is described, and then profiled, is the same.
     assert sum(operator.executed for operator in desc.operators) == DEPTH
-    profile_segments(model, batch, desc, loss_fn=lambda out: out.sum(), progress=False, repeats=1)
+    profile_batches(model, [batch], desc, loss_fn=lambda out: out.sum(), progress=False, repeats=1)
 
 
 @pytest.mark.parametrize("largest", [True, False])

@@ -242,7 +242,7 @@ def _layouts(row: dict[str, str], assumed: list[str]) -> Iterator[ParallelLayout
                 virtual_stages=stages if stages > 2 else 0,
             )
     if not found:
-        raise NotExpressibleError("microbatches that do not divide the batch")
+        raise NotExpressibleError("microbatches that do not divide the batch, or are fewer than its ranks")
 
 
 def _virtual_stages(row: dict[str, str], pp: int, assumed: list[str]) -> tuple[int, ...]:
@@ -254,7 +254,7 @@ def _virtual_stages(row: dict[str, str], pp: int, assumed: list[str]) -> tuple[i
     if told != INTERLEAVED:
         return (int(told),)
     assumed.append("interleaved stages")
-    layers = int(row["num_layers"]) // pp
+    layers = -(-int(row["num_layers"]) // pp)
     return tuple(number for number in range(2, layers + 1) if layers % number == 0)
 
 

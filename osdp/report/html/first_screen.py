@@ -110,7 +110,7 @@ def _limits(report: PlanReport) -> str:
     }
     if report.plan.world_size == 1:
         del gains["communication"]
-    # The same order as on the command line: what would gain most, memory among them.
+    # What would gain most comes first, memory among it.
     first, *others = sorted(gains, key=lambda name: -gains[name])
     if more is not None and more[1] > gains[first]:
         first, others = "memory", [first, *others]
@@ -118,7 +118,7 @@ def _limits(report: PlanReport) -> str:
         memory = ""
     else:
         told = f"if it were twice as fast, there would be {gains[first]:.0%} more throughput"
-    rest = ", ".join(f"{name}: {gains[name]:.0%}" for name in others)
+    rest = ", ".join(f"{name} twice as fast: {gains[name]:.0%}" for name in others)
     return f"<b>{first}</b>{told} ({rest}){memory}. Of a step: {shares}"
 
 
@@ -191,7 +191,7 @@ def _kept_instead(report: PlanReport) -> str:
     if abs(other.step_seconds - own.step_seconds) <= NO_TIME and own.links_gain > own.compute_gain:
         reason = ", since communication is what the step waits for"
     names = escape(_names(unit))
-    return f"Why: keeping those of the one block that {names} belongs to {_beside(other, own)}{reason}"
+    return f"Why: keeping those of a single block ({names}) {_beside(other, own)}{reason}"
 
 
 def _at_most_memory(report: PlanReport) -> tuple[float, float] | None:
@@ -287,11 +287,16 @@ def _other_batch(report: PlanReport) -> list[str]:
     rate, batch = max(points)
     gain = rate / report.plan.samples_per_second - 1
     if gain <= _NOTICEABLE or batch == found[0].here:
-        tried = ", ".join(f"{batch:.0f}" for batch in sorted(batch for _, batch in points))
-        return [
-            f"With the same memory limit, no other batch is {_NOTICEABLE:.0%} faster, of those that were "
-            f"tried and fit: {tried} samples a microbatch."
-        ]
+        others = sorted(x for _, x in points if x != found[0].here)
+        tried = ", ".join(f"{each:.0f}" for each in others)
+        return (
+            []
+            if not others
+            else [
+                f"With the same memory limit, no other batch is {_NOTICEABLE:.0%} faster, of those that were "
+                f"tried and fit: {tried} samples a microbatch."
+            ]
+        )
     return [
         f"With the same memory limit and {batch:.0f} samples a microbatch instead of {found[0].here:.0f}: "
         f"{gain:.1%} more throughput."

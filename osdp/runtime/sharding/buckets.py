@@ -27,7 +27,6 @@ from enum import Enum
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.tensor import DTensor
 
 from osdp.comm.collectives import PartExchange
@@ -232,14 +231,7 @@ class Bucket:
             for index, parameter in enumerate(self.parameters):
                 missing = content[index] is _Content.NOTHING and parameter.name in without_gradient
                 held = earlier[index]() if index in earlier else None
-                grad = None if missing else parameter.own_part(views[index])
-                stored = parameter.stored
-                if held is None and not parameter.path.is_held and not isinstance(stored, DTensor):
-                    # As nearly always: autograd has left none beside it.
-                    if grad is not None and stored.grad is None:
-                        stored.grad = grad
-                        continue
-                _hand_over(parameter, grad, held)
+                _hand_over(parameter, None if missing else parameter.own_part(views[index]), held)
 
     def reset(self) -> None:
         """Drop everything that has arrived."""
@@ -372,6 +364,10 @@ class Bucket:
 def _hand_over(parameter: ReplicatedParameter, grad: torch.Tensor | None, into: torch.Tensor | None) -> None:
     """Pass ``grad`` to the stored parameter, in the tensor ``into`` if that held an earlier gradient."""
     stored = parameter.stored
+    is_plain = not isinstance(stored, DTensor)
+    if is_plain and into is None and not parameter.path.is_held and stored.grad is None:
+        stored.grad = grad  # as nearly always
+        return
     if parameter.path.is_held:
         given = wrap_like(grad, stored) if grad is not None and isinstance(stored, DTensor) else grad
         if stored.grad is not None:
@@ -391,6 +387,4 @@ def _hand_over(parameter: ReplicatedParameter, grad: torch.Tensor | None, into: 
         assert parameter.local_grad is not None
         parameter.local_grad.copy_(grad)
         return
-    wrapped = wrap_like(grad, stored) if isinstance(stored, DTensor) else grad
-    assert isinstance(stored, nn.Parameter)
-    stored.grad = wrapped
+    stored.grad = wrap_like(grad, stored) if isinstance(stored, DTensor) else grad
