@@ -289,14 +289,12 @@ def _other_batch(report: PlanReport) -> list[str]:
     if gain <= _NOTICEABLE or batch == found[0].here:
         others = sorted(x for _, x in points if x != found[0].here)
         tried = ", ".join(f"{each:.0f}" for each in others)
-        return (
-            []
-            if not others
-            else [
-                f"With the same memory limit, no other batch is {_NOTICEABLE:.0%} faster, of those that were "
-                f"tried and fit: {tried} samples a microbatch."
-            ]
-        )
+        if not others:
+            return []
+        return [
+            f"With the same memory limit, no other batch is {_NOTICEABLE:.0%} faster, of those that were "
+            f"tried and fit: {tried} samples a microbatch."
+        ]
     return [
         f"With the same memory limit and {batch:.0f} samples a microbatch instead of {found[0].here:.0f}: "
         f"{gain:.1%} more throughput."

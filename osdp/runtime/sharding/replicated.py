@@ -283,8 +283,8 @@ class ReplicatedParameters:
     def _gather_of(self, parts: list[list[torch.Tensor]], group: dist.ProcessGroup) -> GatherInPlace:
         """The gather of ``parts``, made anew only if they are not those of the last one."""
         known = self._known_gather
-        same = known is not None and len(known[0]) == len(parts)
-        if known is None or not same or any(a is not b for a, b in zip(known[0], parts, strict=True)):
+        # By identity: a parameter makes another list of its parts where its memory has changed.
+        if known is None or list(map(id, known[0])) != list(map(id, parts)):
             self._known_gather = known = parts, GatherInPlace(parts, group)
         return known[1]
 
