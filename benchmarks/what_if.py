@@ -11,6 +11,7 @@ which is not counted, shows how far two measurements of one machine are apart.
 
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,10 @@ from benchmarks.support import harness
 from benchmarks.support.harness import Options, Result, Row
 from benchmarks.support.launch import WorkerError, launch
 from benchmarks.support.testbed import NetworkUnavailableError, launch_over
+from osdp import InfeasibleError, Plan, Training, make_plan, what_if
+from osdp.cost.evaluate import evaluate
+from osdp.plan.choices import choice_of_operators
+from osdp.plan.sharding import Route
 
 MODELS = ("gpt2-wide", "bert-128", "convnext")
 BATCH, FRACTION = 8, 0.5
@@ -33,7 +38,6 @@ UNCHANGED = "nothing changed"
 def base(rank: int, world_size: int, *, case: str, path: str) -> dict[str, int]:
     """Worker: the plan that everything is asked of, saved; and the limits of its model."""
     from benchmarks.support.models import CASES
-    from osdp import Training, make_plan
 
     del world_size
     model, sample = CASES[case].model(), CASES[case].sample(BATCH)
@@ -59,9 +63,6 @@ def compare(
 ) -> list[dict[str, Any]]:
     """Worker: for each change the answer, and what is measured anew."""
     from benchmarks.support.models import CASES
-    from osdp import InfeasibleError, Plan, Training, make_plan, what_if
-    from osdp.cost.evaluate import evaluate
-    from osdp.plan.choices import choice_of_operators
 
     del rank, world_size
     plan = Plan.load(path)
@@ -84,7 +85,9 @@ def compare(
             continue
         basis = fresh.basis
         assert basis is not None
-        judged = evaluate(answer, basis.profiles[0], basis.device, answer.training, basis.model_desc)
+        # Where exchanges are not found to be faster, there is no link to price them by.
+        same = answer if basis.device.link("reduce_scatter").by_exchange else without_exchanges(answer)
+        judged = evaluate(same, basis.profiles[0], basis.device, answer.training, basis.model_desc)
         wanted, got = (choice_of_operators(each.sharding) for each in (fresh, answer))
         differ = {f"{got[name]} for {wanted[name]}" for name in got if got[name] != wanted[name]}
         found.append(
@@ -98,6 +101,13 @@ def compare(
             }
         )
     return found
+
+
+def without_exchanges(plan: Plan) -> Plan:
+    """The plan with the backend's own reductions."""
+    routes = {Route.EXCHANGE: Route.FLAT, Route.TWO_STEP_EXCHANGE: Route.TWO_STEP}
+    units = tuple(replace(unit, route=routes.get(unit.route, unit.route)) for unit in plan.units)
+    return plan.with_sharding(units=units)
 
 
 def rows_of(case: str, options: Options, folder: Path) -> list[Row]:
