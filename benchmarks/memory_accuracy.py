@@ -291,7 +291,8 @@ def measure(options: Options) -> Result:
         if points[0].ranks.backend == "gloo":
             result.add(*check_live(known))
         else:
-            result.add(*(check(point, setting, options.device) for point, setting in known))
+            for point, setting in known:
+                result.add(check(point, setting, options.device))
     if options.device == "cpu":
         training, plans = BASE, ({"strategy": "FULL_SHARD"}, 0.3)
         for case in ENFORCED[:1] if options.quick else ENFORCED:

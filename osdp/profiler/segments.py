@@ -4,15 +4,16 @@ The *reduced model* is a copy without weights, of which only some blocks are bro
 distinct segment one block that contains it. All other blocks are stubs (:mod:`osdp.profiler.block_stubs`), so
 the model's own code, its embeddings, head and loss run as they are. It is run
 
-1. plainly: seconds of forward and of backward, on the device and, on accelerators, of the host that issues
-   them;
+1. plainly: seconds of forward and of backward; on accelerators, of the host that issues them;
 2. with a clock at every boundary (:mod:`osdp.profiler.stopwatch`): how those seconds divide over segments;
-3. with every storage booked (:mod:`osdp.tracing.memory_ledger`): live, peak and saved bytes of each segment.
+3. on accelerators, once more with such clocks, where the host is ahead: seconds of the kernels of segments;
+4. with every storage booked (:mod:`osdp.tracing.memory_ledger`): live, peak and saved bytes of each segment.
 
 Several batches take turns, on the same weights. The cost of reading the clock is subtracted from each
-interval and the rest is scaled to the plain seconds, so that the segments sum to a step without clocks.
-Before each timed pass the processor's caches are flushed: the weights of the few measured blocks would stay
-in them, whereas those of a whole model would not.
+interval and the rest is scaled to the plain seconds, so that the segments sum to a step without clocks. Not
+so the seconds of kernels: the host reads its clocks while they run. Before each timed pass the processor's
+caches are flushed: the weights of the few measured blocks would stay in them, whereas those of a whole model
+would not.
 """
 
 from collections import defaultdict
@@ -47,7 +48,7 @@ _WARMUP = 2
 _MOST_TIMES = 3
 
 #: Increased with every change of what is measured, so that older cache files are not read.
-_METHOD = 5
+_METHOD = 6
 
 #: Bytes swept through before a timed pass: what the largest shared caches of one core or GPU hold.
 _SWEPT_BYTES = 2**26
@@ -160,14 +161,14 @@ def _measure_seconds(
     """
     clock = Clock(target)
     swept = torch.ones(_SWEPT_BYTES // 4, device=target)
-    runs = [_Runs(model) for model in models]
+    runs = [_Runs(model, clock, lambda: swept.mul_(1.0)) for model in models]
     for turn in range(_WARMUP + _MOST_TIMES * repeats):
         if turn >= _WARMUP + repeats and all(each.spread <= UNSTABLE for each in runs):
             break
         for each in runs:
             if len(runs) > 1:
                 each.model.record_stubs()
-            each.run(clock, lambda: swept.mul_(1.0), counts=turn >= _WARMUP)
+            each.run(counts=turn >= _WARMUP)
             bar.update()
     return [(each.seconds(), each.spread) for each in runs]
 
@@ -175,8 +176,10 @@ def _measure_seconds(
 class _Runs:
     """Plain and clocked runs of a reduced model, in turn."""
 
-    def __init__(self, model: ReducedModel) -> None:
+    def __init__(self, model: ReducedModel, clock: Clock, sweep: Callable[[], object]) -> None:
         self.model = model
+        self._clock = clock
+        self._sweep = sweep
         self._plain: dict[bool, list[Seconds]] = defaultdict(list)
         self._clocked: dict[TraceMoment, list[Seconds]] = defaultdict(list)
         self._pieces: dict[TraceMoment, int] = {}
@@ -188,10 +191,17 @@ class _Runs:
         runs = zip(*self._plain.values(), strict=True)
         return relative_spread([forward.device + backward.device for forward, backward in runs])
 
-    def run(self, clock: Clock, sweep: Callable[[], object], *, counts: bool) -> None:
+    def run(self, *, counts: bool) -> None:
         """One of each; a warm-up unless it ``counts``."""
-        forward, backward = _time_run(self.model, clock, sweep)
-        timings, self._intervals = _time_intervals(self.model, clock, sweep)
+        forward, backward = _time_run(self.model, self._clock, self._sweep)
+        timings, self._intervals = _time_intervals(self.model, self._clock, self._sweep)
+        if self._clock.issues:
+            ahead = {moment: seconds.host for moment, (seconds, _) in timings.items()}
+            kernels, _ = _time_intervals(self.model, self._clock, self._sweep, ahead)
+            timings = {
+                moment: (Seconds(kernels[moment][0].device, seconds.host), pieces)
+                for moment, (seconds, pieces) in timings.items()
+            }
         if not counts:
             return
         self._plain[False].append(forward)
@@ -201,8 +211,9 @@ class _Runs:
             self._pieces[moment] = count
 
     def seconds(self) -> dict[TraceMoment, Seconds]:
-        """Medians by pass and index of the segment, scaled to the plain runs."""
+        """Medians by pass and index of the segment; see the module for what is taken off them."""
         places = self.model.segments(self._intervals)
+        empty = self._clock.empty_seconds() if self._clock.issues else 0.0
         result: dict[TraceMoment, Seconds] = defaultdict(lambda: Seconds(0.0, 0.0))
         for is_backward, totals in self._plain.items():
             own = {m: runs for m, runs in self._clocked.items() if m.backward == is_backward}
@@ -210,6 +221,11 @@ class _Runs:
             for part in range(len(Seconds._fields)):
                 medians = {m: median(run[part] for run in runs) for m, runs in own.items()}
                 shares.append(_subtract_clock(medians, self._pieces, median(run[part] for run in totals)))
+            if self._clock.issues:
+                shares[0] = {
+                    m: max(median(run.device for run in runs) - empty * self._pieces[m], 0.0)
+                    for m, runs in own.items()
+                }
             for moment in own:
                 place = TraceMoment(is_backward, places[moment.interval])
                 device, host = (share[moment] for share in shares)
@@ -227,12 +243,15 @@ def _time_run(reduced: ReducedModel, clock: Clock, sweep: Callable[[], object]) 
 
 
 def _time_intervals(
-    reduced: ReducedModel, clock: Clock, sweep: Callable[[], object]
+    reduced: ReducedModel,
+    clock: Clock,
+    sweep: Callable[[], object],
+    ahead: Mapping[TraceMoment, float] | None = None,
 ) -> tuple[dict[TraceMoment, tuple[Seconds, int]], list[Interval]]:
     reduced.drop_gradients()
     sweep()
     clock.wait()
-    watch = Stopwatch(clock, between_passes=sweep)
+    watch = Stopwatch(clock, between_passes=sweep, ahead=ahead)
     intervals = reduced.walk(watch)
     return watch.stop(), intervals
 

@@ -1,11 +1,13 @@
 """Stopwatch that times every interval of a run, by the clock of the CPU or the CUDA device."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from statistics import median
 from typing import Any, NamedTuple
 
 import torch
 
+from osdp.torch_private.cuda import idle_kernel
 from osdp.tracing.memory_ledger import TraceMoment
 from osdp.tracing.module_walk import Interval
 
@@ -39,6 +41,13 @@ class Instant(NamedTuple):
     host: float
 
 
+#: Cycles of the kernel by which idle kernels are timed: about half a millisecond.
+_CYCLES = 10**6
+
+#: Seconds that a device is idle for at once, at most: a host that waited for something is not waited for.
+_LONGEST_IDLE = 0.02
+
+
 class Clock:
     """Marks points in time on one device; the time between two of them is available once it is idle."""
 
@@ -47,6 +56,30 @@ class Clock:
         self._is_cuda = device.type == "cuda"
         self._device = device
         self._now = compute_clock()
+        self._seconds_of_cycle = 0.0
+
+    @property
+    def issues(self) -> bool:
+        """Whether the host only issues the work, to an accelerator with a clock of its own."""
+        return self._is_cuda
+
+    def idle(self, seconds: float) -> None:
+        """Keep the accelerator from what is issued next for that long, so that the host gets ahead of it."""
+        if not self._seconds_of_cycle:
+            idle_kernel(_CYCLES)
+            took, _ = time_call(self, lambda: idle_kernel(_CYCLES))
+            self._seconds_of_cycle = took / _CYCLES
+        idle_kernel(max(int(min(seconds, _LONGEST_IDLE) / self._seconds_of_cycle), 1))
+
+    def empty_seconds(self) -> float:
+        """Seconds between two marks of the accelerator with nothing in between, which every interval has."""
+        samples = []
+        for _ in range(9):
+            self.idle(1e-4)
+            start, end = self.mark(), self.mark()
+            self.wait()
+            samples.append(self.between(start, end).device)
+        return median(samples)
 
     def mark(self) -> Instant:
         """Mark the current point in time, in the order of the device's work."""
@@ -69,43 +102,68 @@ class Clock:
 
 
 class Stopwatch:
-    """Observer that times one run; see :class:`osdp.tracing.module_walk.Observer`."""
+    """Observer that times one run; see :class:`osdp.tracing.module_walk.Observer`.
 
-    def __init__(self, clock: Clock, between_passes: Callable[[], object] = lambda: None) -> None:
+    With ``ahead``, the seconds that the host took to issue each interval, an accelerator waits before every
+    interval until that is over, untimed. Its seconds are then those of the kernels, one after the other:
+    while it waits for the host within an interval, or for a clock to be read, it does not compute.
+    """
+
+    def __init__(
+        self,
+        clock: Clock,
+        between_passes: Callable[[], object] = lambda: None,
+        ahead: Mapping[TraceMoment, float] | None = None,
+    ) -> None:
         """Start with nothing timed; ``between_passes`` is called after forward, untimed."""
         self._clock = clock
         self._between_passes = between_passes
-        self._marks: list[tuple[TraceMoment | None, Instant]] = []
+        self._ahead = ahead
+        self._pieces: list[tuple[TraceMoment, Instant, Instant]] = []
+        self._running: tuple[TraceMoment, Instant] | None = None
         self._last = 0
+
+    def _mark(self, moment: TraceMoment | None) -> None:
+        """What ran until here is over; ``moment`` begins."""
+        now = self._clock.mark()
+        if self._running is not None:
+            self._pieces.append((*self._running, now))
+        self._running = None
+        if moment is None:
+            return
+        if self._ahead is not None:
+            # Twice: the host is not equally fast each time.
+            self._clock.idle(2 * self._ahead.get(moment, 0.0))
+            now = self._clock.mark()
+        self._running = moment, now
 
     def enter_forward(self, index: int, interval: Interval, outputs: Any) -> None:
         """An interval begins."""
         self._last = index
-        self._marks.append((TraceMoment(False, index), self._clock.mark()))
+        self._mark(TraceMoment(False, index))
 
     def leave_forward(self, loss: torch.Tensor) -> None:
         """Forward is over; the time until backward starts belongs to no interval."""
-        self._marks.append((None, self._clock.mark()))
+        self._mark(None)
         self._between_passes()
 
     def start_backward(self) -> None:
         """Backward is about to be called."""
-        self._marks.append((TraceMoment(True, self._last), self._clock.mark()))
+        self._mark(TraceMoment(True, self._last))
 
     def enter_backward(self, index: int) -> None:
         """The backward of an interval begins."""
-        self._marks.append((TraceMoment(True, index), self._clock.mark()))
+        self._mark(TraceMoment(True, index))
 
     def stop(self) -> dict[TraceMoment, tuple[Seconds, int]]:
         """Stop; returns the seconds of each pass of each interval, and the number of pieces timed for it."""
-        self._marks.append((None, self._clock.mark()))
+        self._mark(None)
         self._clock.wait()
         found: dict[TraceMoment, tuple[Seconds, int]] = {}
-        for (moment, start), (_, end) in zip(self._marks, self._marks[1:], strict=False):
-            if moment is not None:
-                before, pieces = found.get(moment, (Seconds(0.0, 0.0), 0))
-                more = self._clock.between(start, end)
-                found[moment] = Seconds(before.device + more.device, before.host + more.host), pieces + 1
+        for moment, start, end in self._pieces:
+            before, pieces = found.get(moment, (Seconds(0.0, 0.0), 0))
+            more = self._clock.between(start, end)
+            found[moment] = Seconds(before.device + more.device, before.host + more.host), pieces + 1
         return found
 
 

@@ -13,5 +13,6 @@ Features are probed, not versions: where one is missing, the function reports it
 - ``compiling``: functions that ``torch.compile`` leaves alone
 - ``saving``: the files that ``torch.distributed.checkpoint`` writes
 - ``dispatch_modes``: the modes by which a selective checkpoint watches its region
+- ``cuda``: a kernel that does nothing for a while
 - ``distributed``: collectives, flat buffers, stores, and random states shared by ranks
 """
