@@ -178,7 +178,7 @@ def _sign(difference: float) -> int:
 def summarize(rows: Sequence[Row]) -> dict[str, float | int | None]:
     """Mean absolute, worst and mean relative error, and the mean of the groups' Kendall's tau.
 
-    Rows whose losses are wrong do not count.
+    Rows whose losses are wrong do not count. On one device there are no groups, and nothing is said of them.
     """
     measured = [row for row in rows if "relative_error" in row and "error" not in row]
     if not measured:
@@ -188,19 +188,21 @@ def summarize(rows: Sequence[Row]) -> dict[str, float | int | None]:
     for row in measured:
         if "group" in row:
             groups.setdefault(row["group"], []).append(row)
+    errors_of_all = {
+        "points": len(errors),
+        "mape": fmean(map(abs, errors)),
+        "worst": max(map(abs, errors)),
+        "bias": fmean(errors),
+    }
+    if not groups:
+        return errors_of_all
     taus = [
         kendall_tau([row["predicted"] for row in group], [row["measured"] for row in group])
         for group in groups.values()
         if len(group) >= ENOUGH
     ]
     ordered = [tau for tau in taus if tau is not None]
-    return {
-        "points": len(errors),
-        "mape": fmean(map(abs, errors)),
-        "worst": max(map(abs, errors)),
-        "bias": fmean(errors),
-        "mean_tau_within_groups": fmean(ordered) if ordered else None,
-    }
+    return errors_of_all | {"mean_tau_within_groups": fmean(ordered) if ordered else None}
 
 
 def measure(options: Options) -> Result:

@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from osdp.comm.groups import Grid
-from osdp.comm.messages import PendingMessages
+from osdp.comm.messages import PendingMessages, start_messages
 from osdp.plan.shard_math import SMALL_SHARD
 from osdp.plan.sharding import Route
 from osdp.torch_private.distributed import (
@@ -288,12 +288,12 @@ class _Packed:
         self._packs = [list(zip(*alike, strict=True)) for alike in small.values()]
         self._joint: list[list[torch.Tensor]] = []
 
-    def pack(self, only: int | None = None) -> list[Sequence[torch.Tensor]]:
-        """What is sent and received, by message and rank; with ``only`` small parts of others are unset."""
+    def pack(self, mine: int) -> list[Sequence[torch.Tensor]]:
+        """What is sent and received, by message and rank; the small parts of ranks but ``mine`` are unset."""
         self._joint = [
             [
                 torch.cat(column)
-                if only in (None, rank)
+                if rank == mine
                 else column[0].new_empty(sum(part.numel() for part in column))
                 for rank, column in enumerate(columns)
             ]
@@ -318,12 +318,6 @@ def _others(group: dist.ProcessGroup) -> list[int]:
     return [rank for rank in range(group.size()) if rank != group.rank()]
 
 
-def _start(receives: Iterable[dist.P2POp], sends: Iterable[dist.P2POp]) -> PendingMessages:
-    """Start the messages that have elements, receives first: see :func:`_swap`."""
-    operations = [operation for operation in (*receives, *sends) if operation.tensor.numel()]
-    return PendingMessages(dist.batch_isend_irecv(operations) if operations else ())
-
-
 def start_gather(whole: torch.Tensor, group: dist.ProcessGroup) -> PendingMessages:
     """Start to fill in the parts of the other ranks: each rank sends its own to every other.
 
@@ -332,7 +326,7 @@ def start_gather(whole: torch.Tensor, group: dist.ProcessGroup) -> PendingMessag
         group: The ranks.
     """
     mine, others = whole[group.rank()], _others(group)
-    return _start(
+    return start_messages(
         (dist.P2POp(dist.irecv, whole[rank], group=group, group_peer=rank) for rank in others),
         (dist.P2POp(dist.isend, mine, group=group, group_peer=rank) for rank in others),
     )
@@ -358,10 +352,10 @@ class GatherInPlace:
         """
         group, mine, others = self._group, self._group.rank(), _others(self._group)
         for packed in self._portions:
-            messages = packed.pack(only=mine)
+            messages = packed.pack(mine)
             pairs = [(rank, each[rank], each[mine]) for rank in others for each in messages]
             wait(
-                _start(
+                start_messages(
                     (dist.P2POp(dist.irecv, part, group=group, group_peer=rank) for rank, part, _ in pairs),
                     (dist.P2POp(dist.isend, part, group=group, group_peer=rank) for rank, _, part in pairs),
                 )
@@ -381,46 +375,6 @@ def _portions(parts: Parts) -> Iterator[Parts]:
         portion.append(of_ranks)
         packed += nbytes
     yield portion
-
-
-class PartExchange:
-    """A sum over ranks under way, of which each rank gets its own part, in place.
-
-    Each rank sends every other rank its part, and adds up what it receives. The parts of other ranks stay as
-    they are.
-
-    Args:
-        parts: The part for every rank. The same tensor for all of them is summed as a whole.
-        group: The ranks.
-    """
-
-    def __init__(self, parts: Parts, group: dist.ProcessGroup) -> None:
-        self._packed, self._mine = _Packed(parts), group.rank()
-        self._messages = messages = self._packed.pack()
-        others = _others(group)
-        # For each other rank and message: what it sends for this rank's part.
-        self._received = [[torch.empty_like(of_ranks[self._mine]) for of_ranks in messages] for _ in others]
-        incoming = list(zip(others, self._received, strict=True))
-        self._under_way: PendingMessages | None = _start(
-            (dist.P2POp(dist.irecv, part, group=group, group_peer=r) for r, own in incoming for part in own),
-            (dist.P2POp(dist.isend, m[r], group=group, group_peer=r) for r in others for m in messages),
-        )
-
-    def is_completed(self) -> bool:
-        """Whether all messages have arrived."""
-        return self._under_way is None or self._under_way.is_completed()
-
-    def finish(self, wait: Callable[[PendingMessages], object]) -> None:
-        """Wait for all messages, and add up; later calls have no effect."""
-        if self._under_way is not None:
-            wait(self._under_way)
-        self._under_way = None
-        for received in self._received:
-            for of_ranks, part in zip(self._messages, received, strict=True):
-                of_ranks[self._mine].add_(part)
-        if self._received:
-            self._packed.unpack([self._mine])
-        self._received, self._messages = [], []
 
 
 def set_route(module: nn.Module, route: Route, grid: Grid | None = None) -> None:

@@ -71,5 +71,15 @@ class PendingMessages:
             self._ended.set()
 
 
+def start_messages(receives: Iterable[dist.P2POp], sends: Iterable[dist.P2POp]) -> PendingMessages:
+    """Start the messages that have elements, receives first.
+
+    A gloo sender waits until the receiver is ready, and two ranks share one connection, so that the
+    receiver's notice would queue behind the data it sends the same way.
+    """
+    operations = [operation for operation in (*receives, *sends) if operation.tensor.numel()]
+    return PendingMessages(dist.batch_isend_irecv(operations) if operations else ())
+
+
 #: What a rank can wait for.
 Pending = dist.Work | PendingMessages

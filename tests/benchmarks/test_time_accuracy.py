@@ -36,3 +36,8 @@ def test_errors_count_over_all_points_and_orders_within_large_groups_only() -> N
 
 def test_groups_that_could_not_be_measured_are_left_out() -> None:
     assert summarize([{"name": "x", "reason": "no root"}])["mape"] is None
+
+
+def test_on_one_device_there_is_no_order_to_tell() -> None:
+    summary = summarize([{"name": "resnet", "relative_error": 0.1}])
+    assert summary == {"points": 1, "mape": 0.1, "worst": 0.1, "bias": 0.1}

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
+from osdp.comm.averaging import Reduction
 from osdp.comm.groups import Meshes, device_of
 from osdp.model.training import Training
 from osdp.plan.plan import Plan
@@ -33,7 +34,6 @@ from osdp.runtime.ranks.lockstep import Lockstep
 from osdp.runtime.ranks.participants import participants_of
 from osdp.runtime.recompute import Recomputed, recompute
 from osdp.runtime.sharding.backward_pass import Backwards
-from osdp.runtime.sharding.buckets import Reduction
 from osdp.runtime.sharding.fsdp_units import can_count_unused_as_zero, shard_units
 from osdp.runtime.sharding.module_api import give_interface
 from osdp.runtime.sharding.planned_parameters import PlannedParameters

@@ -15,22 +15,22 @@ be kept apart from earlier gradients, for hooks or settings, the parameter's ``G
 meanwhile.
 
 Of SHARD_OPTIMIZER the optimizer sees the rows of its rank alone; a bucket of such a unit may be reduced by an
-exchange of them instead (``Route.EXCHANGE``).
+exchange of them instead (``Route.EXCHANGE``). Its gradients lie by rank, so that one message takes all.
 
 The bucket that starts last may carry one flag for each parameter: by then this rank knows which of them it
 used, and after the all-reduce which of them any rank used. Nothing else has to be sent for that.
 """
 
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from enum import Enum
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from osdp.comm.collectives import PartExchange
-from osdp.comm.messages import Pending
+from osdp.comm.averaging import Reduction
+from osdp.comm.part_exchange import PartExchange, RowsByRank
 from osdp.runtime.sharding.gradients import AllReduceHook
 from osdp.runtime.sharding.replicated import ParameterSteppedInShards, ReplicatedParameter
 from osdp.torch_private.distributed import views_like
@@ -41,51 +41,6 @@ class _Content(Enum):
     NOTHING = 0
     SCALED = 1  # a local sum, times the scale
     REDUCED = 2  # an earlier gradient, the same on all ranks, not scaled
-
-
-class Reduction:
-    """Averaging of gradients over a process group.
-
-    Attributes:
-        group: The ranks.
-        scale: Factor that each rank applies to its gradient before the collective.
-        wait: Waits for a collective that was started.
-    """
-
-    def __init__(self, group: dist.ProcessGroup, wait: Callable[[Pending], object]) -> None:
-        self.group = group
-        self.wait = wait
-        size = group.size()
-        # NCCL averages within the collective, which saves a pass over the gradients; gloo can only sum.
-        averages = dist.get_backend(group) == "nccl"
-        self.scale = 1.0 if averages else 1.0 / size
-        #: Whether flags may travel with gradients: to read them from a GPU would wait for all its work.
-        self.carries_flags = not averages and size > 1
-        self._op = dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM
-        self._alone = size == 1
-
-    def start(
-        self, tensor: torch.Tensor, parts: Sequence[Sequence[torch.Tensor]] | None = None
-    ) -> dist.Work | PartExchange | None:
-        """Start averaging ``tensor`` in place; ``None`` if this is the only rank.
-
-        Args:
-            tensor: What is averaged.
-            parts: Its parts, if each rank needs its own alone and these are to be exchanged.
-        """
-        if self._alone:
-            return None
-        if parts is not None:
-            return PartExchange(parts, self.group)
-        work: dist.Work = dist.all_reduce(tensor, op=self._op, group=self.group, async_op=True)
-        return work
-
-    def finish(self, work: dist.Work | PartExchange) -> None:
-        """Wait until what :meth:`start` returned has ended."""
-        if isinstance(work, PartExchange):
-            work.finish(self.wait)
-        else:
-            self.wait(work)
 
 
 class Bucket:
@@ -110,10 +65,9 @@ class Bucket:
         self._dtype = dtype
         self._stored_dtype = parameters[0].stored.dtype
         self._reduction = reduction
-        #: Those of SHARD_OPTIMIZER, of which the optimizer sees a shard; nothing of it can be reduced again.
-        self._in_shards = [p for p in parameters if isinstance(p, ParameterSteppedInShards)]
-        self._reuses = self._dtype == self._stored_dtype and not self._in_shards
-        self._by_exchange = any(p.by_exchange for p in self._in_shards)
+        # Of SHARD_OPTIMIZER the optimizer sees a shard, of which nothing can be reduced again.
+        in_shards = any(isinstance(parameter, ParameterSteppedInShards) for parameter in parameters)
+        self._reuses = self._dtype == self._stored_dtype and not in_shards
         sizes = [parameter.compute.numel() for parameter in parameters]
         self._offsets = [sum(sizes[:index]) for index in range(len(sizes))]
         self._gradient_numel = sum(sizes)
@@ -175,35 +129,36 @@ class Bucket:
             assert self._flat is not None
             for index, content in enumerate(self._content):
                 if content is _Content.NOTHING:
-                    self._view(index).zero_()  # another rank may have used it
+                    self._clear(index)  # another rank may have used it
                 elif content is _Content.REDUCED and self._reduction.scale != 1.0:
                     # Alike on all ranks: scaled, the reduction gives it back as it was.
                     self._view(index).mul_(self._reduction.scale)
             if self._num_flags:
-                sent = self._flat[self._gradient_numel :].fill_(self._reduction.scale)
+                sent = self._flags_in(self._flat).fill_(self._reduction.scale)
                 if flags:
                     sent.mul_(torch.tensor(flags, device=sent.device))
-        self._work = self._reduction.start(self._flat, self._parts() if self._by_exchange else None)
+        self._work = self._start_reduction(self._flat)
         self.started = True
 
-    def _parts(self) -> list[list[torch.Tensor]]:
-        """The part of each rank of each gradient, and the flags, which all ranks get."""
-        assert self._flat is not None
-        parts = [
-            parameter.parts_of(self._view(index))
-            for index, parameter in enumerate(self.parameters)
-            if isinstance(parameter, ParameterSteppedInShards)
-        ]
-        if self._num_flags:
-            parts.append([self._flat[self._gradient_numel :]] * self._reduction.group.size())
-        return parts
+    def _start_reduction(self, flat: torch.Tensor) -> dist.Work | PartExchange | None:
+        return self._reduction.start(flat)
+
+    def _clear(self, index: int) -> None:
+        self._view(index).zero_()
+
+    def _flags_in(self, flat: torch.Tensor) -> torch.Tensor:
+        """The flags that are sent, ``(..., num_flags)``."""
+        return flat[self._gradient_numel :]
+
+    def _summed_flags(self, flat: torch.Tensor) -> torch.Tensor:
+        return self._flags_in(flat)
 
     def flags_of_any(self) -> list[bool]:
         """Wait for the all-reduce; returns which of its flags are set on any rank."""
         assert self._flat is not None
         if self._work is not None:
             self._reduction.finish(self._work)
-        return [flag > 0 for flag in self._flat[self._gradient_numel :].tolist()]
+        return [flag > 0 for flag in self._summed_flags(self._flat).tolist()]
 
     def finish(self, without_gradient: Collection[str]) -> None:
         """Wait for the all-reduce, and pass the gradients to the stored parameters.
@@ -216,22 +171,29 @@ class Bucket:
         if self._work is not None:
             self._reduction.finish(self._work)
         with torch.no_grad():
-            gradients = flat[: self._gradient_numel]
             hook = self._joint_hook
             if hook is not None:
-                hook(gradients)
+                hook(flat[: self._gradient_numel])
             if flat.dtype != self._stored_dtype:
                 # One cast for all; the gradients handed out are views of its result.
-                self._flat = gradients.to(self._stored_dtype)
+                self._flat = self._without_flags(flat).to(self._stored_dtype)
                 self._views = []
-            views = self._views or self._make_views()
+            given = self._given()
             content, earlier = self._content, self._earlier
             # Before users' hooks run: they may already start another pass with these parameters.
             self.reset()
             for index, parameter in enumerate(self.parameters):
                 missing = content[index] is _Content.NOTHING and parameter.name in without_gradient
                 held = earlier[index]() if index in earlier else None
-                _hand_over(parameter, None if missing else parameter.own_part(views[index]), held)
+                _hand_over(parameter, None if missing else given[index], held)
+
+    def _without_flags(self, flat: torch.Tensor) -> torch.Tensor:
+        return flat[: self._gradient_numel]
+
+    def _given(self) -> list[torch.Tensor]:
+        """What the optimizer is to see of each reduced gradient."""
+        views = self._views or self._make_views()
+        return [parameter.own_part(view) for parameter, view in zip(self.parameters, views, strict=True)]
 
     def reset(self) -> None:
         """Drop everything that has arrived."""
@@ -262,7 +224,11 @@ class Bucket:
         if self._flat is None and not self._open_with(index, grad):
             self._open()
         parameter.compute.grad = None
-        view = (self._views or self._make_views())[index]
+        self._put(index, (self._views or self._make_views())[index], grad)
+        self._content[index] = _Content.SCALED
+
+    def _put(self, index: int, view: torch.Tensor, grad: torch.Tensor) -> None:
+        """Scale ``grad`` of parameter ``index``, or some rows of it, into its ``view``, or add it there."""
         scale, content = self._scales[index], self._content[index]
         if view.data_ptr() == grad.data_ptr():
             # The gradient shares the bucket's memory (``_open_with``, or autograd added into it): scale it
@@ -279,7 +245,6 @@ class Bucket:
             view.copy_(grad)
             if scale != 1.0:
                 view.mul_(scale)
-        self._content[index] = _Content.SCALED
 
     def _scale(self, parameter: ReplicatedParameter) -> float:
         """Factor of this rank's gradient: the mean over ranks, or what a divide factor makes of it."""
@@ -289,8 +254,6 @@ class Bucket:
     @property
     def _joint_hook(self) -> AllReduceHook | None:
         """The all-reduce hook if all parameters share it; otherwise hooks are called per parameter."""
-        if self._by_exchange:
-            return None
         hooks = {id(parameter.path.all_reduce_hook) for parameter in self.parameters}
         return self.parameters[0].path.all_reduce_hook if len(hooks) == 1 else None
 
@@ -359,6 +322,78 @@ class Bucket:
         gradients = self._flat[: self._gradient_numel]
         self._views = views_like(gradients, [parameter.compute for parameter in self.parameters])
         return self._views
+
+
+class ExchangedBucket(Bucket):
+    """Gradients of SHARD_OPTIMIZER of which each rank adds up its own rows: ranks exchange them.
+
+    Args:
+        parameters: As for :class:`Bucket`, all of them stepped in shards.
+        dtype: As there.
+        reduction: As there.
+        num_flags: As there.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[ReplicatedParameter],
+        dtype: torch.dtype,
+        reduction: Reduction,
+        num_flags: int = 0,
+    ) -> None:
+        super().__init__(parameters, dtype, reduction, num_flags)
+        group = reduction.group
+        self._rank, self._ranks = group.rank(), group.size()
+        self._rows = RowsByRank([parameter.compute for parameter in parameters], self._ranks, num_flags)
+        self._numel = self._rows.numel
+        #: For each parameter where its rows lie, those of the last ranks apart where they are fewer.
+        self._places: list[list[torch.Tensor]] = []
+
+    def reset(self) -> None:
+        """Drop everything that has arrived."""
+        super().reset()
+        self._places = []
+
+    @property
+    def _joint_hook(self) -> None:
+        return None  # the rows of other ranks are not reduced
+
+    def _places_of(self, index: int) -> list[torch.Tensor]:
+        flat = self._flat
+        assert flat is not None
+        if not self._places:
+            self._places = [self._rows.places(flat, each) for each in range(len(self.parameters))]
+        return self._places[index]
+
+    def _take(self, index: int, parameter: ReplicatedParameter, grad: torch.Tensor) -> None:
+        if self._flat is None and not self._open_with(index, grad):
+            self._open()
+        parameter.compute.grad = None
+        for place, rows in zip(self._places_of(index), self._rows.cut(index, grad), strict=True):
+            self._put(index, place, rows)
+        self._content[index] = _Content.SCALED
+
+    def _clear(self, index: int) -> None:
+        for place in self._places_of(index):
+            place.zero_()
+
+    def _flags_in(self, flat: torch.Tensor) -> torch.Tensor:
+        return self._rows.extras(flat)
+
+    def _summed_flags(self, flat: torch.Tensor) -> torch.Tensor:
+        return self._rows.extras(flat)[self._rank]
+
+    def _start_reduction(self, flat: torch.Tensor) -> PartExchange | None:
+        parts = [self._rows.region(flat, rank) for rank in range(self._ranks)]
+        return self._reduction.start_exchange(parts)
+
+    def _without_flags(self, flat: torch.Tensor) -> torch.Tensor:
+        return flat
+
+    def _given(self) -> list[torch.Tensor]:
+        flat = self._flat
+        assert flat is not None
+        return [self._rows.part(flat, index, self._rank) for index in range(len(self.parameters))]
 
 
 def _hand_over(parameter: ReplicatedParameter, grad: torch.Tensor | None, into: torch.Tensor | None) -> None:

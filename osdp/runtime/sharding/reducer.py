@@ -6,9 +6,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from osdp.comm.averaging import Reduction
 from osdp.plan.sharding import ShardingPlan
-from osdp.runtime.sharding.buckets import Bucket, Reduction
-from osdp.runtime.sharding.replicated import ReplicatedParameter
+from osdp.runtime.sharding.buckets import Bucket, ExchangedBucket
+from osdp.runtime.sharding.replicated import ParameterSteppedInShards, ReplicatedParameter
 
 
 class GradientReducer:
@@ -52,7 +53,7 @@ class GradientReducer:
         self._carries_flags = self._reduction.carries_flags and bool(groups) and len(groups[-1][0]) > 1
         flags = [0] * (len(groups) - 1) + [num_parameters if self._carries_flags else 0]
         buckets = [
-            Bucket(group, dtype, self._reduction, num_flags)
+            _kind_of_bucket(group)(group, dtype, self._reduction, num_flags)
             for (group, dtype), num_flags in zip(groups, flags, strict=False)
         ]
         self.buckets = tuple(buckets)
@@ -138,6 +139,11 @@ class GradientReducer:
                     return  # those after it wait, full or not: ranks start buckets in one order
                 bucket.start()
             self._next += 1
+
+
+def _kind_of_bucket(parameters: Sequence[ReplicatedParameter]) -> type[Bucket]:
+    exchanged = all(isinstance(p, ParameterSteppedInShards) and p.by_exchange for p in parameters)
+    return ExchangedBucket if exchanged else Bucket
 
 
 def replicated_units(
