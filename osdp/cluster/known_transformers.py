@@ -46,9 +46,29 @@ def _t5(name: str, layers: int, hidden: int, heads: int, inner: int, width: int 
 #: Length, vocabulary and base of rotary positions of Llama 3 (Grattafiori et al., 2024, table 3).
 _LLAMA3 = {"sequence": 8192, "vocabulary": 128256, "rotary_base": 500_000}
 
+
+def _experts(
+    name: str,
+    layers: int,
+    hidden: int,
+    heads: int,
+    widths: tuple[int, int],
+    experts: tuple[int, int],
+    vocabulary: int,
+) -> TransformerShape:
+    """Like Llama, with ``experts`` in a layer and per token, and widths inside dense blocks and experts."""
+    return TransformerShape(
+        name=name, layers=layers, hidden=hidden, heads=heads, feed_forward=widths[0],
+        expert_width=widths[1], experts=experts[0], experts_per_token=experts[1], gated=True,
+        vocabulary=vocabulary, biases=False, tied=False, dropout=False, sequence=4096,
+    )  # fmt: skip
+
+
 #: Published models: GPT-2 (Radford et al., 2019, table 2), GPT-3 (Brown et al., 2020, table 2.1), BERT
 #: (Devlin et al., 2019), Llama 2 (Touvron et al., 2023) and 3 (Grattafiori et al., 2024, table 3), T5
-#: (Raffel et al., 2020).
+#: (Raffel et al., 2020), Mixtral (Jiang et al., arXiv:2401.04088, table 1), DeepSeekMoE (Dai et al.,
+#: arXiv:2401.06066, appendix A) and Qwen3 (Qwen Team, arXiv:2505.09388, table 2; widths from the models' own
+#: configurations).
 SHAPES: dict[str, TransformerShape] = {
     shape.name: shape
     for shape in (
@@ -67,6 +87,22 @@ SHAPES: dict[str, TransformerShape] = {
         _llama("llama2-70b", 80, 8192, 64, 28672, keys=8),
         _llama("llama3-8b", 32, 4096, 32, 14336, keys=8, **_LLAMA3),
         _llama("llama3-70b", 80, 8192, 64, 28672, keys=8, **_LLAMA3),
+        replace(
+            _experts("mixtral-8x7b", 32, 4096, 32, (14336, 14336), (8, 2), 32000),
+            kv_heads=8, rotary_base=1_000_000,
+        ),
+        replace(
+            _experts("deepseek-moe-16b", 28, 2048, 16, (10944, 1408), (64, 6), 102400),
+            shared_width=2 * 1408, dense_layers=1,
+        ),
+        replace(
+            _experts("qwen3-30b-a3b", 48, 2048, 32, (6144, 768), (128, 8), 151936),
+            kv_heads=4, head_width=128, rotary_base=1_000_000,
+        ),
+        replace(
+            _experts("qwen3-235b-a22b", 94, 4096, 64, (12288, 1536), (128, 8), 151936),
+            kv_heads=4, head_width=128, rotary_base=1_000_000,
+        ),
         _t5("t5-large", 24, 1024, 16, 4096),
         _t5("t5-3b", 24, 1024, 32, 16384, 128),
     )
@@ -83,7 +119,15 @@ _FIELDS: dict[str, tuple[str, ...]] = {
     "head_width": ("head_dim", "d_kv"),
     "sequence": ("max_position_embeddings", "n_positions", "n_ctx"),
     "decoder_layers": ("num_decoder_layers",),
+    "experts": ("num_local_experts", "num_experts", "n_routed_experts"),
+    "experts_per_token": ("num_experts_per_tok",),
+    "expert_width": ("moe_intermediate_size",),
+    "shared_width": ("shared_expert_intermediate_size",),
+    "dense_layers": ("first_k_dense_replace",),
 }
+
+#: Fields of a shape that are there for layers with experts alone.
+_OF_EXPERTS = ("experts", "experts_per_token", "expert_width", "shared_width", "dense_layers")
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +149,7 @@ _KINDS = {
     **dict.fromkeys(("bert", "roberta"), _Kind(causal=False)),
     "t5": _Kind(biases=False, learnt_positions=False, causal=False),
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), _LLAMA_LIKE),
+    **dict.fromkeys(("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek"), _LLAMA_LIKE),
     **dict.fromkeys(("gemma", "gemma2"), replace(_LLAMA_LIKE, tied=True)),
 }
 
@@ -179,13 +224,19 @@ def shape_from_config(config: Mapping[str, Any], name: str, sequence: int | None
             f"the configuration of {name} lacks {', '.join(missing)}; no default is assumed, please add it"
         )
     word = str(config.get("model_type", ""))
-    if word not in _KINDS or config.get("num_local_experts"):
+    if word not in _KINDS:
+        latent = " (its latent attention has no price)" if config.get("kv_lora_rank") else ""
         raise ValueError(
-            f"the configuration of {name} has the model_type {word!r}, which is not supported; there are "
-            f"{', '.join(_KINDS)}, none with experts. Specify the fields of a TransformerShape instead "
+            f"the configuration of {name} has the model_type {word!r}, which is not supported{latent}; there "
+            f"are {', '.join(_KINDS)}. Specify the fields of a TransformerShape instead "
             f"({', '.join(sorted(own))}), if they describe the model"
         )
     kind = _KINDS[word]
+    _require_every_layer(config, name)
+    if not found.get("experts"):
+        found = {field: value for field, value in found.items() if field not in _OF_EXPERTS}
+    elif config.get("n_shared_experts"):
+        found["shared_width"] = config["n_shared_experts"] * found["expert_width"]
     if not config.get("is_encoder_decoder"):
         found.pop("decoder_layers", None)
     elif "decoder_layers" not in found:
@@ -201,6 +252,14 @@ def shape_from_config(config: Mapping[str, Any], name: str, sequence: int | None
         rotary_base=_rotary_base(config),
         dropout=_has_dropout(config, kind.dropout),
     )
+
+
+def _require_every_layer(config: Mapping[str, Any], name: str) -> None:
+    """Check that no layers but the first are without experts, which a shape does not tell."""
+    given = {key: config.get(key) for key in ("decoder_sparse_step", "moe_layer_freq", "mlp_only_layers")}
+    odd = [f"{key}={quote(value)}" for key, value in given.items() if value not in (None, 1, [])]
+    if odd:
+        raise ValueError(f"{name} has experts in some of its layers alone ({', '.join(odd)}): not supported")
 
 
 #: Of Su et al. (RoFormer, arXiv:2104.09864), and what frameworks take unless they are told otherwise.

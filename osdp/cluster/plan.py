@@ -162,6 +162,8 @@ class ParallelLayout:
         cp: Context-parallel degree: ranks that divide every sequence among them. They hold the same weights,
             so that gradients are reduced and states sharded over ``dp x cp`` ranks.
         virtual_stages: Stages of each pipeline rank, if not the usual number of the schedule; otherwise 0.
+        ep: Expert-parallel degree: of the ranks with the same weights, so many divide the experts of a layer
+            among them. Each token is sent to those of its experts (Lepikhin et al., arXiv:2006.16668).
     """
 
     degrees: ParallelDims
@@ -173,6 +175,7 @@ class ParallelLayout:
     token_slices: int = 1
     cp: int = 1
     virtual_stages: int = 0
+    ep: int = 1
 
     def __post_init__(self) -> None:
         if self.virtual_stages and not self.schedule_kind.more_stages:

@@ -20,6 +20,7 @@ class StepSeconds:
         optimizer: Optimizer step of that stage.
         embedding: All-reduce of the gradients of a tied embedding that several stages hold.
         context: Exposed exchanges of keys and values over context-parallel ranks, of the slowest stage.
+        experts: All-to-alls that send tokens to their experts and back, likewise.
     """
 
     compute: float
@@ -32,11 +33,12 @@ class StepSeconds:
     optimizer: float
     embedding: float
     context: float = 0.0
+    experts: float = 0.0
 
     @property
     def pipeline(self) -> float:
         """Seconds until the last backward has ended."""
-        busy = self.compute + self.recompute + self.tensor + self.context + self.shards
+        busy = self.compute + self.recompute + self.tensor + self.context + self.experts + self.shards
         return busy + self.sends + self.bubble
 
     @property

@@ -80,14 +80,19 @@ def runnable_plan(
     Raises:
         InfeasibleError: A stage does not fit in memory according to the trace.
         ValueError: The model's blocks are not the layout's layers, or the model cannot be cut at the stage
-            boundaries, or its sequences not into token slices; or the layout has context parallelism, which
-            the runtime does not have.
+            boundaries, or its sequences not into token slices; or the layout has context parallelism, or the
+            model experts, which the runtime's stages do not have.
     """
     layout = plan.layout
     if layout.cp > 1:
         raise ValueError(
             f"the runtime has no context parallelism, and the layout has cp={layout.cp}: plan with cp=1, or "
             "train the layout with Megatron-LM or torchtitan (osdp.cluster.export)"
+        )
+    if workload.shape.experts:
+        raise ValueError(
+            f"the runtime has no expert parallelism, and {workload.shape.name} has experts: train the layout "
+            "with Megatron-LM (osdp.cluster.export), or plan without stages by osdp.make_plan"
         )
     if layout.token_slices > 1:
         _require_sliceable(model, layout.token_slices)

@@ -10,6 +10,7 @@ class Item(StrEnum):
 
     - ``EMBEDDING``: token embedding, and position embedding if learnt.
     - ``LAYER``: self-attention and a feed-forward block.
+    - ``EXPERT_LAYER``: the same with a feed-forward block of experts, of which each token visits a few.
     - ``TARGET_EMBEDDING``: embedding of the decoder's tokens in an encoder-decoder.
     - ``CROSS_LAYER``: decoder layer with self-attention, cross-attention and a feed-forward block.
     - ``HEAD``: last norm, logits and loss.
@@ -17,13 +18,14 @@ class Item(StrEnum):
 
     EMBEDDING = "embedding"
     LAYER = "layer"
+    EXPERT_LAYER = "expert_layer"
     TARGET_EMBEDDING = "target_embedding"
     CROSS_LAYER = "cross_layer"
     HEAD = "head"
 
 
 #: Items that are repeated layers.
-LAYERS = (Item.LAYER, Item.CROSS_LAYER)
+LAYERS = (Item.LAYER, Item.EXPERT_LAYER, Item.CROSS_LAYER)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +50,11 @@ class TransformerShape:
         decoder_layers: Number of decoder layers of an encoder-decoder; 0 for any other model.
         rotary_base: Base of the wavelengths of rotary positions; 0 without them, or for the usual 10000.
         dropout: Whether its layers are trained with dropout.
+        experts: Feed-forward blocks of a layer of which each token visits some; 0 for dense layers.
+        experts_per_token: How many of them a token visits.
+        expert_width: Width inside an expert; that inside feed-forward blocks if 0.
+        shared_width: Width inside all experts together that every token visits beside those; 0 for none.
+        dense_layers: Layers at the beginning that have one feed-forward block, no experts.
     """
 
     name: str
@@ -67,6 +74,11 @@ class TransformerShape:
     decoder_layers: int = 0
     rotary_base: int = 0
     dropout: bool = True
+    experts: int = 0
+    experts_per_token: int = 0
+    expert_width: int = 0
+    shared_width: int = 0
+    dense_layers: int = 0
 
     def __post_init__(self) -> None:
         kinds = {"int": int, "bool": bool, "str": str}
@@ -87,11 +99,37 @@ class TransformerShape:
                 f"model {self.name!r}: {self.heads} heads do not divide a hidden size of {self.hidden}; "
                 "give head_width"
             )
+        self._check_experts()
+
+    def _check_experts(self) -> None:
+        fields_of_experts = ("experts_per_token", "expert_width", "shared_width", "dense_layers")
+        if not self.experts:
+            given = [f"{name}={value}" for name in fields_of_experts if (value := getattr(self, name))]
+            if given:
+                raise ValueError(f"model {self.name!r} has no experts; {', '.join(given)} need experts")
+            return
+        if not 1 <= self.experts_per_token <= self.experts:
+            raise ValueError(
+                f"model {self.name!r}: each token visits 1 to all {self.experts} experts, not "
+                f"experts_per_token={self.experts_per_token}"
+            )
+        if not 0 <= self.dense_layers < self.layers or self.decoder_layers:
+            raise ValueError(
+                f"model {self.name!r}: experts need a decoder or an encoder with more than "
+                f"dense_layers={self.dense_layers} of its {self.layers} layers"
+            )
+        if min(self.expert_width, self.shared_width) < 0:
+            raise ValueError(f"model {self.name!r}: widths of experts cannot be negative")
 
     @property
     def inner(self) -> int:
         """Width inside feed-forward blocks."""
         return self.feed_forward or 4 * self.hidden
+
+    @property
+    def expert_inner(self) -> int:
+        """Width inside an expert."""
+        return self.expert_width or self.inner
 
     @property
     def key_heads(self) -> int:
@@ -109,13 +147,14 @@ class TransformerShape:
         decoder = (Item.TARGET_EMBEDDING, *(Item.CROSS_LAYER,) * self.decoder_layers)
         return (
             Item.EMBEDDING,
-            *(Item.LAYER,) * self.layers,
+            *(Item.LAYER,) * (self.dense_layers if self.experts else self.layers),
+            *(Item.EXPERT_LAYER,) * (self.layers - self.dense_layers if self.experts else 0),
             *(decoder if self.decoder_layers else ()),
             Item.HEAD,
         )
 
-    def parameters(self, item: Item, tp: int = 1) -> int:
-        """Parameter count of one item on one of ``tp`` tensor-parallel ranks.
+    def parameters(self, item: Item, tp: int = 1, ep: int = 1) -> int:
+        """Parameter count of one item on one of ``tp`` tensor-parallel and ``ep`` expert-parallel ranks.
 
         Norms and the biases of row-parallel layers are replicated on all ranks. The vocabulary is padded to a
         multiple of ``tp``. A tied head counts its weight, because it has a copy if embedding and head are in
@@ -129,8 +168,7 @@ class TransformerShape:
         queries, keys = self.heads * self.width, self.key_heads * self.width
         column = (queries + 2 * keys) * (h + bias) // tp
         attention = column + queries * h // tp + bias * h + norm
-        ups = 2 if self.gated else 1
-        feed = ups * self.inner * (h + bias) // tp + self.inner * h // tp + bias * h + norm
+        feed = self._feed_forward(self.inner, tp) + norm
         match item:
             case Item.EMBEDDING:
                 return v * h + self.positions * h
@@ -138,10 +176,24 @@ class TransformerShape:
                 return v * h
             case Item.LAYER:
                 return attention + feed
+            case Item.EXPERT_LAYER:
+                shared = self._feed_forward(self.shared_width, tp) if self.shared_width else 0
+                router = h * self.experts
+                return attention + norm + router + shared + self.expert_parameters(item, tp, ep)
             case Item.CROSS_LAYER:
                 return 2 * attention + feed
             case Item.HEAD:
                 return v * h + norm
+
+    def expert_parameters(self, item: Item, tp: int = 1, ep: int = 1) -> int:
+        """The part of :meth:`parameters` that is of experts, which ``ep`` ranks divide among them."""
+        if item is not Item.EXPERT_LAYER:
+            return 0
+        return self.experts // ep * self._feed_forward(self.expert_inner, tp)
+
+    def _feed_forward(self, inner: int, tp: int) -> int:
+        h, bias = self.hidden, int(self.biases)
+        return (2 if self.gated else 1) * inner * (h + bias) // tp + inner * h // tp + bias * h
 
     @property
     def num_parameters(self) -> int:

@@ -152,7 +152,6 @@ def _target(row: dict[str, str]) -> Target:
 def _check(row: dict[str, str]) -> None:
     reasons = (
         ("kept in host memory" in row["assumptions"], "activations in host memory"),
-        (row["num_experts"] not in ("", "0"), "experts"),
         (row["precision"] == "fp8", "fp8"),
         (row["gpu"] not in known_gpus(), "no data of the GPU"),
         (not row["gpus_per_node"], "NVLink domain of a rack"),
@@ -186,6 +185,10 @@ def _shape(row: dict[str, str]) -> TransformerShape:
             biases=not gated and "no biases" not in row["assumptions"],
             positions=0 if gated or "ALiBi" in row["assumptions"] else int(row["seq_length"]),
             tied=not gated,
+            # Of all rows with experts the width that is told is that of an expert, and all layers have them.
+            experts=int(row["num_experts"] or 0),
+            experts_per_token=int(row["experts_per_token"] or 0),
+            head_width=0 if hidden % heads == 0 and "heads of 128" not in row["assumptions"] else 128,
         )
     except ValueError as error:
         raise NotExpressibleError(str(error)) from error
@@ -240,6 +243,7 @@ def _layouts(row: dict[str, str], assumed: list[str]) -> Iterator[ParallelLayout
                 zero=int(row["zero_stage"] or 0) if degrees.dp * cp > 1 else 0,
                 cp=cp,
                 virtual_stages=stages if stages > 2 else 0,
+                ep=int(row["ep"] or 1),
             )
     if not found:
         raise NotExpressibleError("microbatches that do not divide the batch, or are fewer than its ranks")

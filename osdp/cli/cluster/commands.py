@@ -46,7 +46,7 @@ def plan(request: ClusterRequest, goal: GoalOptions, outputs: OutputFiles) -> No
     prices = request.prices()
     space = request.space(prices.workload)
     if outputs.out is not None:
-        space = runnable_space(space)
+        space = runnable_space(space, prices.workload.shape)
     check_space(prices, space, parts=goal.parts)
     shape, cluster = prices.workload.shape, prices.cluster
     if outputs.out is not None:
@@ -112,7 +112,10 @@ def estimate(
     """
     prices = request.prices()
     space = replace(
-        request.space(prices.workload), token_slices=(request.token_slices or 1,), cp=(request.cp or 1,)
+        request.space(prices.workload),
+        token_slices=(request.token_slices or 1,),
+        cp=(request.cp or 1,),
+        ep=(request.ep or 1,),
     )
     missing = [name for name in ("tp", "pp", "dp", "micro_batch") if getattr(request, name) is None]
     if missing:

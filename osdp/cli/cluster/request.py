@@ -55,6 +55,10 @@ class ClusterRequest:
         int | None,
         Option(min=1, help="context-parallel degree: ranks that share each sequence; not run by osdp itself"),
     ] = None
+    ep: Annotated[
+        int | None,
+        Option(min=1, help="expert-parallel degree: ranks of dp x cp that divide experts; not run by osdp"),
+    ] = None
     micro_batch: Annotated[int | None, Option(min=1, help="samples per microbatch")] = None
     schedule: Annotated[str | None, Option(help="pipeline schedule")] = None
     virtual_stages: Annotated[
@@ -191,6 +195,7 @@ class ClusterRequest:
             pp=_only(self.pp),
             dp=_only(self.dp),
             cp=_only(self.cp),
+            ep=_only(self.ep),
             samples=_only(self.micro_batch),
         )
         if self.schedule is not None:

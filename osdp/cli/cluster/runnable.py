@@ -25,12 +25,18 @@ if TYPE_CHECKING:
     from osdp.plan.plan import Plan
 
 
-def runnable_space(space: LayoutSpace) -> LayoutSpace:
+def runnable_space(space: LayoutSpace, shape: TransformerShape) -> LayoutSpace:
     """The layouts of a space that the runtime can run.
 
     Raises:
-        ValueError: It has context parallelism alone.
+        ValueError: It has context parallelism alone, or the model has experts.
     """
+    if shape.experts:
+        raise ValueError(
+            f"--out writes a plan for osdp's own runtime, which has no expert parallelism, and {shape.name} "
+            "has experts: write configurations of other frameworks alone, by --export FOLDER, or let osdp "
+            "plan shard the model"
+        )
     if space.cp and 1 not in space.cp:
         raise ValueError(
             f"--out writes a plan for osdp's own runtime, which has no context parallelism: leave --cp "

@@ -54,6 +54,9 @@ class EvenSteps:
     """
 
     def __init__(self, prices: ClusterPrices) -> None:
+        if prices.workload.shape.experts:
+            name = prices.workload.shape.name
+            raise ValueError(f"steps of layers with experts, as {name} has them, cannot be fitted")
         self._prices = prices
         self._stages: dict[tuple[object, ...], tuple[float, float, float, float]] = {}
         self._ends: dict[tuple[object, ...], float] = {}

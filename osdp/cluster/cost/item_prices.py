@@ -13,8 +13,10 @@ class ItemPrices:
         backward: Backward part of ``compute``.
         tensor: All-reduces over tensor-parallel ranks, including recomputed ones.
         context: Exposed exchanges of keys, values and their gradients over context-parallel ranks.
+        experts: All-to-alls of tokens over expert-parallel ranks, including recomputed ones.
         shards: Exposed all-gathers and reduce-scatters of each microbatch.
         parameters: Parameter count on a rank before data-parallel sharding.
+        across: The same of all the ranks together that divide experts among them: what sharding divides.
         kept: Bytes saved from its forward to its backward.
         working: Transient bytes during its own backward.
     """
@@ -24,12 +26,15 @@ class ItemPrices:
     backward: float
     tensor: float
     context: float
+    experts: float
     shards: float
     parameters: int
+    across: int
     kept: int
     working: int
 
     @property
     def seconds(self) -> float:
         """Seconds per microbatch."""
-        return self.compute + self.recompute + self.tensor + self.context + self.shards
+        communication = self.tensor + self.context + self.experts + self.shards
+        return self.compute + self.recompute + communication

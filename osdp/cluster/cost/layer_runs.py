@@ -28,12 +28,14 @@ class RunBatch:
         stop: Item after the last one.
         parameters: Parameter count that each run adds to its stage; a weight that an earlier run of the same
             stage also uses is counted there only.
+        across: The same of the ranks together that divide experts.
     """
 
     strategy: int
     start: Indices
     stop: Indices
     parameters: Floats
+    across: Floats
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,15 +95,17 @@ class RunPrices:
 
     def whole(self, strategy: int, start: Indices, stop: Indices) -> list[RunBatch]:
         """Stages whose items all have one strategy."""
-        return [RunBatch(strategy, start, stop, self.priced[strategy].parameters[start, stop])]
+        own = self.priced[strategy]
+        return [RunBatch(strategy, start, stop, own.parameters[start, stop], own.across[start, stop])]
 
     def split(
         self, strategies: tuple[int, int], start: Indices, cut: Indices, stop: Indices
     ) -> list[RunBatch]:
         """Stages of two runs."""
-        parameters = self.priced[0].parameters
-        first, both = parameters[start, cut], parameters[start, stop]
-        return [RunBatch(strategies[0], start, cut, first), RunBatch(strategies[1], cut, stop, both - first)]
+        numbers = (self.priced[0].parameters, self.priced[0].across)
+        first = [each[start, cut] for each in numbers]
+        second = [each[start, stop] - own for each, own in zip(numbers, first, strict=True)]
+        return [RunBatch(strategies[0], start, cut, *first), RunBatch(strategies[1], cut, stop, *second)]
 
     def seconds(self, parts: Sequence[RunBatch]) -> Floats:
         """Seconds per microbatch, without transfers between stages."""
@@ -112,7 +116,11 @@ class RunPrices:
         return _sum(
             [
                 self.prices.gradient_seconds(
-                    self._layouts[part.strategy], self.hardware, part.parameters, self._backward(part)
+                    self._layouts[part.strategy],
+                    self.hardware,
+                    part.parameters,
+                    part.across,
+                    self._backward(part),
                 )
                 for part in parts
             ]
@@ -122,7 +130,9 @@ class RunPrices:
         """Seconds of the optimizer step."""
         return _sum(
             [
-                self.prices.update_seconds(self._layouts[part.strategy], self.hardware, part.parameters)
+                self.prices.update_seconds(
+                    self._layouts[part.strategy], self.hardware, part.parameters, part.across
+                )
                 for part in parts
             ]
         )
@@ -152,13 +162,14 @@ class RunPrices:
         weights = gradients = states = working = update = np.zeros(())
         for part in parts:
             own, strategy = self.priced[part.strategy], self.strategies[part.strategy]
-            of_weight, of_gradient, of_state = prices.parameter_bytes(strategy, layout)
-            weights = weights + np.ceil(part.parameters * of_weight)
-            gradients = gradients + np.ceil(part.parameters * of_gradient)
-            states = states + np.ceil(part.parameters * of_state)
+            numbers = part.parameters, part.across
+            of_weights, of_gradients, of_states = prices.parameter_bytes(strategy, layout, *numbers)
+            weights = weights + np.ceil(of_weights)
+            gradients = gradients + np.ceil(of_gradients)
+            states = states + np.ceil(of_states)
             # Items run one after the other, so that their transient memory is a maximum, not a sum.
             working = np.maximum(working, own.working[part.start, part.stop])
-            updated = part.parameters / prices.shards_of_states(strategy, layout)
+            updated = prices.updated(strategy, layout, *numbers)
             update = update + np.ceil(updated * prices.workload.update_bytes)
         working = np.floor(working + self.borders[parts[0].start, parts[-1].stop])
         return Sizes(weights, gradients, states, self.activations(parts, rank), working, update)

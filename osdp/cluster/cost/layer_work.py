@@ -7,9 +7,13 @@ Bytes saved for backward follow Korthikanti et al. (arXiv:2205.05198, section 4.
 and attention that never writes its scores (Dao et al., arXiv:2205.14135). With sequence parallelism (their
 section 4.2.2) norms, dropouts and residuals are split over the tensor-parallel ranks as well, and the 10 is
 ``10 / t``. Its all-gathers and reduce-scatters move the bytes of the all-reduces that they replace.
+
+Experts are those of Lepikhin et al., "GShard" (arXiv:2006.16668), without capacities, as in Megatron-LM: a
+token is copied for each of its experts, the copies are sorted by expert and sent to the rank that has it, and
+the results are sent back and added up. Tokens are taken to be spread evenly over experts.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from osdp.cluster.transformer import Item, TransformerShape
 
@@ -76,6 +80,7 @@ class LayerWork:
         working_bytes: Transient bytes of its own backward, in addition to those saved.
         output_bytes: Bytes of its output, the input of the next item.
         cache_bytes: Keys and values of this part of the sequence, which other parts attend to as well.
+        routed_bytes: Bytes of the tokens that a rank sends to experts, once for each of them.
     """
 
     gemms: tuple[Gemm, ...]
@@ -91,6 +96,7 @@ class LayerWork:
     working_bytes: int
     output_bytes: int
     cache_bytes: int = 0
+    routed_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +151,7 @@ def layer_work(
     kernels: Kernels = Kernels(),
     *,
     parts: SequenceParts = WHOLE,
+    ep: int = 1,
 ) -> LayerWork:
     """Work of one item on one token slice of a microbatch.
 
@@ -158,6 +165,7 @@ def layer_work(
         tp: Tensor-parallel degree.
         kernels: How the framework computes layers.
         parts: Division of each sequence.
+        ep: Expert-parallel degree.
     """
     split, width = tp if kernels.sequence_parallel else 1, kernels.width
     tokens = samples * shape.sequence // parts.number
@@ -167,7 +175,10 @@ def layer_work(
         case Item.HEAD:
             return _head(shape, tokens, tp, split, kernels)
         case Item.LAYER | Item.CROSS_LAYER:
-            return _layer(shape, item, samples, tp, parts, split, kernels)
+            return _layer(shape, item, samples, tp, parts, split, kernels, shape.inner)
+        case Item.EXPERT_LAYER:
+            shared = _layer(shape, item, samples, tp, parts, split, kernels, shape.shared_width)
+            return _with_experts(shared, shape, tokens, tp, ep, split, kernels)
 
 
 def _embedding(
@@ -203,10 +214,11 @@ def _layer(
     parts: SequenceParts,
     split: int,
     kernels: Kernels,
+    width_inside: int,
 ) -> LayerWork:
     """Work of a layer with one attention, or two in a cross-attention layer.
 
-    Norms, dropouts and residuals are split into ``split``.
+    Norms, dropouts and residuals are split into ``split``; its feed-forward block has ``width_inside``.
     """
     # 1. Sizes on one rank: ``stream`` is (tokens, hidden); heads and inner features are split over tp ranks.
     flash, width = kernels.flash, kernels.width
@@ -217,7 +229,7 @@ def _layer(
     heads = shape.heads // tp
     queries = heads * shape.width
     keys = max(shape.key_heads // tp, 1) * shape.width
-    inner = shape.inner // tp
+    inner = width_inside // tp
     ups = 2 if shape.gated else 1
     # 2. Matrix products of a forward: attention scores and weighted sum, projections, feed-forward block.
     seen = s // 2 if flash and shape.causal and parts.slices == 1 else s
@@ -225,7 +237,7 @@ def _layer(
         Gemm(length, seen, shape.width, samples * heads, flash, width),
         Gemm(length, shape.width, seen, samples * heads, flash, width),
     ) * attentions
-    gemms = (*_projections(shape, tokens, tp, width, attentions), *scores)
+    gemms = (*_projections(shape, tokens, tp, width, attentions, inner), *scores)
     wide = tokens * width
     # 3. Bytes saved for backward. Split over tp ranks: queries, keys, values, attention's output and the
     # tensors inside the feed-forward block.
@@ -277,19 +289,74 @@ def _layer(
 
 
 def _projections(
-    shape: TransformerShape, tokens: int, tp: int, width: int, attentions: int
+    shape: TransformerShape, tokens: int, tp: int, width: int, attentions: int, inner: int
 ) -> tuple[Gemm, ...]:
-    """Matrix products of a layer whose weights are split over the tensor-parallel ranks."""
-    queries, inner = shape.heads // tp * shape.width, shape.inner // tp
+    """Matrix products of a layer whose weights are split over the tensor-parallel ranks.
+
+    ``inner`` features of a feed-forward block are on this rank; there may be no such block.
+    """
+    queries = shape.heads // tp * shape.width
     keys = max(shape.key_heads // tp, 1) * shape.width
     of_attention = (
         Gemm(tokens, queries + 2 * keys, shape.hidden, width=width),
         Gemm(tokens, shape.hidden, queries, width=width),
     )
-    return (
-        *of_attention * attentions,
+    of_feed_forward = (
         Gemm(tokens, (2 if shape.gated else 1) * inner, shape.hidden, width=width),
         Gemm(tokens, shape.hidden, inner, width=width),
+    )
+    return (*of_attention * attentions, *(of_feed_forward if inner else ()))
+
+
+#: Rows of an expert's matrix products are padded to a multiple of this, which tensor cores want.
+_PADDED = 8
+
+#: Kernels of a forward that route tokens: probabilities, the largest of them, sorting and counting, copies
+#: before and after each all-to-all. A count of the operators of Megatron-LM's token dispatcher, not measured.
+_ROUTING_KERNELS = 16
+
+
+def _with_experts(
+    shared: LayerWork, shape: TransformerShape, tokens: int, tp: int, ep: int, split: int, kernels: Kernels
+) -> LayerWork:
+    """Add the router and the experts of one rank to the work of the rest of the layer.
+
+    ``tokens`` of each rank visit experts of all ``ep`` ranks, so that as many copies come as go.
+    """
+    width, here, h = kernels.width, shape.experts // ep, shape.hidden
+    copies = tokens * shape.experts_per_token
+    routed = copies * h * width
+    rows = -(-copies // here // _PADDED) * _PADDED
+    inner = shape.expert_inner // tp
+    ups = 2 if shape.gated else 1
+    weights = here * (ups + 1) * inner * h * width
+    inside = copies * inner * width
+    scores = tokens * shape.experts * SINGLE // split
+    return replace(
+        shared,
+        gemms=(
+            *shared.gemms,
+            Gemm(tokens // split, shape.experts, h, width=width),
+            Gemm(rows, ups * inner, h, here, width=width),
+            Gemm(rows, h, inner, here, width=width),
+        ),
+        # Copies are made, sorted, put back in order and added up, each read and written once.
+        moved_bytes=shared.moved_bytes + 8 * routed // split + inside * (ups + 1) + 3 * scores,
+        backward_bytes=shared.backward_bytes
+        + 8 * routed // split
+        + inside * (3 * ups + 1)
+        + 3 * scores
+        + 3 * weights,
+        kernels=shared.kernels + _ROUTING_KERNELS,
+        # Tensor-parallel ranks gather the copies, of which there are several for each token.
+        summed_bytes=shared.summed_bytes * (1 + shape.experts_per_token) // 2,
+        # The experts' inputs; the router's probabilities multiply what their activation function returns.
+        kept_bytes=shared.kept_bytes
+        + routed
+        + inside * (ups + 1 + int(shape.gated and not kernels.fused_gate))
+        + scores,
+        working_bytes=shared.working_bytes + 2 * routed + ups * inside,
+        routed_bytes=routed // split,
     )
 
 

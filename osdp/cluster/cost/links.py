@@ -46,6 +46,34 @@ class Ring:
 
 
 @dataclass(frozen=True, slots=True)
+class AllToAll:
+    """A process group whose ranks send each other different parts of a tensor.
+
+    Attributes:
+        size: Number of ranks.
+        near: How many of them share a node.
+        within: Link between two of those.
+        between: Link to a rank of another node, as one device has it while all devices of its node send.
+    """
+
+    size: int
+    near: int
+    within: NetworkLink
+    between: NetworkLink
+
+    def seconds(self, nbytes: float) -> float:
+        """Seconds in which each rank sends a tensor of ``nbytes``, equally much to every rank.
+
+        What goes to ranks of the same node and of others is sent at the same time; its own part stays.
+        """
+        if self.size == 1:
+            return 0.0
+        inside, outside = ((number / self.size) for number in (self.near - 1, self.size - self.near))
+        near = self.within.seconds(nbytes * inside) if inside else 0.0
+        return max(near, self.between.seconds(nbytes * outside) if outside else 0.0)
+
+
+@dataclass(frozen=True, slots=True)
 class SlotHardware:
     """Devices and links available to the stage in a slot.
 
@@ -56,6 +84,7 @@ class SlotHardware:
         data: Ring of the ranks that hold the same weights: a data-parallel group, of all context-parallel
             ranks together.
         context: Ring of a context-parallel group.
+        experts: An expert-parallel group.
         within: Link to the next stage in the same node.
         between: Link to a stage in another node, as one device has it while all devices of this node send.
     """
@@ -65,6 +94,7 @@ class SlotHardware:
     tensor: Ring
     data: Ring
     context: Ring
+    experts: AllToAll
     within: NetworkLink
     between: NetworkLink
 
@@ -89,6 +119,8 @@ def slot_hardware(cluster: Cluster, layout: ParallelLayout, slot: StageSlot) -> 
     devices = min(kind.devices for kind in kinds)
     senders = min(devices, ranks)
     network = _slowest([within, _share(out, tp)])
+    # Expert-parallel groups are the next after context-parallel ones in the order of ranks.
+    near = math.gcd(layout.ep, max(devices // tp, 1)) if crosses else layout.ep
     return SlotHardware(
         gpus=tuple(kind.gpu for kind in kinds),
         limit=min(kind.gpu.memory for kind in kinds),
@@ -96,6 +128,7 @@ def slot_hardware(cluster: Cluster, layout: ParallelLayout, slot: StageSlot) -> 
         data=Ring(layout.replicas, network if crosses else within),
         # Groups that do not fill nodes evenly are as slow as those that cross from one to the next.
         context=Ring(cp, network if crosses and devices % (tp * cp) else within),
+        experts=AllToAll(layout.ep, near, within, _share(out, senders)),
         within=within,
         between=_share(out, senders),
     )

@@ -198,7 +198,8 @@ def layer_points(runs: RunPrices) -> tuple[Floats, Floats]:
     for number, priced in enumerate(runs.priced):
         layer = priced.items[runs.prices.items[where]]
         parts = runs.whole(number, np.array(where), np.array(where + 1))
-        nbytes[number] = _bytes_each(runs, number) * layer.parameters + layer.kept * runs.held
+        stored = _stored(runs, number, np.array(layer.parameters), np.array(layer.across))
+        nbytes[number] = stored + layer.kept * runs.held
         value[number] = runs.step_seconds(np.array(layer.seconds), runs.end_seconds(parts))
     return nbytes, value
 
@@ -274,7 +275,8 @@ def _cuts(
     numbers, stored = _numbers(runs), runs.priced[0].parameters
     copies = numbers[stop] - numbers[start] - stored[start, stop]
     of_first = numbers[low] - numbers[start] - stored[start, low]
-    room += of_first * _bytes_each(runs, one) + (copies - of_first) * _bytes_each(runs, other)
+    rest = copies - of_first
+    room += _stored(runs, one, of_first, of_first) + _stored(runs, other, rest, rest)
 
     # 3. If the first strategy saves memory, take the first cut that fits, otherwise the last one that does.
     def is_beyond(cut: Indices) -> NDArray[np.bool_]:
@@ -290,22 +292,27 @@ def _prefix(runs: RunPrices, strategy: int) -> Floats:
     """Bytes of all items before each position, by pipeline rank; shape ``(pp, I + 1)``."""
     priced = runs.priced[strategy]
     found: Floats = (
-        _bytes_each(runs, strategy) * _numbers(runs)[None, :]
+        _stored(runs, strategy, _numbers(runs), _numbers(runs, across=True))[None, :]
         + priced.kept[0][None, :] * runs.held[:, None]
         + priced.logits[0][None, :] * runs.held_by_head
     )
     return found
 
 
-def _bytes_each(runs: RunPrices, strategy: int) -> float:
-    """Bytes of weight, gradient and optimizer states per parameter with a strategy."""
-    return sum(runs.prices.parameter_bytes(runs.strategies[strategy], runs.layout))
+def _stored(runs: RunPrices, strategy: int, parameters: Floats, across: Floats) -> Floats:
+    """Bytes of weights, gradients and optimizer states with a strategy; arguments as in ``ItemPrices``."""
+    weights, *others = runs.prices.parameter_bytes(runs.strategies[strategy], runs.layout, parameters, across)
+    return sum(others, weights)
 
 
-def _numbers(runs: RunPrices) -> Floats:
-    """Parameter count of all items before each position, as if nothing were tied; shape ``(I + 1,)``."""
+def _numbers(runs: RunPrices, *, across: bool = False) -> Floats:
+    """Parameter count of all items before each position, as if nothing were tied; shape ``(I + 1,)``.
+
+    On a rank, or ``across`` the ranks that divide experts.
+    """
     items = runs.priced[0].items
-    return np.concatenate([[0.0], np.cumsum([float(items[item].parameters) for item in runs.prices.items])])
+    counts = {kind: float(item.across if across else item.parameters) for kind, item in items.items()}
+    return np.concatenate([[0.0], np.cumsum([counts[item] for item in runs.prices.items])])
 
 
 def _first(holds: Callable[[Indices], NDArray[np.bool_]], low: Indices, high: Indices) -> Indices:

@@ -30,7 +30,7 @@ from osdp.cluster.hardware import Cluster, Gpu
 from osdp.cluster.layer_profile import LayerCase, LayerCost, LayerProfile
 from osdp.cluster.plan import LayerStrategy, ParallelLayout, RecomputeLayers, StageSlot, Workload
 from osdp.cluster.spread import PUBLISHED_SPREAD, Spread, fitted_spread
-from osdp.cluster.transformer import Item
+from osdp.cluster.transformer import LAYERS, Item
 
 Floats = NDArray[np.float64]
 
@@ -66,10 +66,21 @@ class StagePrices:
     def parameters(self) -> Floats:
         """Parameter count on a rank before data-parallel sharding."""
         total = self._sum({kind: item.parameters for kind, item in self.items.items()})
-        # A stage with several of the tied items stores their weight once.
+        return total - self._stored_once
+
+    @cached_property
+    def across(self) -> Floats:
+        """The same of all the ranks together that divide experts among them."""
+        if self._layout.ep == 1:
+            return self.parameters
+        return self._sum({kind: item.across for kind, item in self.items.items()}) - self._stored_once
+
+    @cached_property
+    def _stored_once(self) -> Floats:
+        """Parameters that several of the tied items of a stage have in common."""
         tied = self._sum(dict.fromkeys(self._prices.workload.shape.tied_items, 1))
         copies: Floats = np.maximum(tied - 1, 0)
-        return total - copies * self._prices.tied_numbers(self._layout)
+        return copies * self._prices.tied_numbers(self._layout)
 
     @cached_property
     def kept(self) -> Floats:
@@ -96,7 +107,7 @@ class StagePrices:
         """Seconds after the last microbatch: gradient collectives and the optimizer step."""
         # The backward matters only where it can hide gradient collectives.
         backward = self.backward if self._prices.workload.overlap else 0.0
-        return self._prices.end_seconds(self._layout, self.hardware, self.parameters, backward)
+        return self._prices.end_seconds(self._layout, self.hardware, self.parameters, self.across, backward)
 
     def _sum(self, values: Mapping[Item, float]) -> Floats:
         """Sum of a value per kind of item over the items of each stage."""
@@ -136,16 +147,16 @@ class ClusterPrices:
         #: Number of items of each kind in the stage ``start .. stop - 1``, indexed ``[start, stop]``;
         #: ``(I + 1, I + 1)`` each.
         self.counts = {kind: _count(self.items, kind) for kind in self.kinds}
-        self._hardware: dict[tuple[int, int, int, tuple[int, ...]], SlotHardware] = {}
+        self._hardware: dict[tuple[object, ...], SlotHardware] = {}
         self._items: dict[tuple[object, ...], dict[Item, ItemPrices]] = {}
-        self._work: dict[tuple[LayerCase, SequenceParts], LayerWork] = {}
-        self._seconds: dict[tuple[LayerCase, SequenceParts, Gpu], LayerSeconds] = {}
+        self._work: dict[tuple[LayerCase, SequenceParts, int], LayerWork] = {}
+        self._seconds: dict[tuple[LayerCase, SequenceParts, int, Gpu], LayerSeconds] = {}
         self._factors: dict[tuple[int, int], float] = {}
         self._spreads: dict[tuple[int, int], Spread] = {}
 
     def work(self, item: Item, layout: ParallelLayout) -> LayerWork:
         """Work of one rank for one item on one token slice of a microbatch."""
-        key = (self._case(item, layout), SequenceParts(layout.token_slices, layout.cp))
+        key = (self._case(item, layout), SequenceParts(layout.token_slices, layout.cp), layout.ep)
         if key not in self._work:
             self._work[key] = self._work_of(*key)
         return self._work[key]
@@ -153,15 +164,15 @@ class ClusterPrices:
     def _case(self, item: Item, layout: ParallelLayout) -> LayerCase:
         return LayerCase(item, layout.samples, self.workload.shape.sequence, layout.degrees.tp)
 
-    def _work_of(self, case: LayerCase, parts: SequenceParts = WHOLE) -> LayerWork:
+    def _work_of(self, case: LayerCase, parts: SequenceParts = WHOLE, ep: int = 1) -> LayerWork:
         shape = self.workload.shape
         if case.sequence != shape.sequence:
             shape = replace(shape, sequence=case.sequence)
-        return layer_work(shape, case.item, case.samples, case.tp, self._kernels, parts=parts)
+        return layer_work(shape, case.item, case.samples, case.tp, self._kernels, parts=parts, ep=ep)
 
     def hardware(self, layout: ParallelLayout, slot: StageSlot) -> SlotHardware:
         """Devices and links of a slot."""
-        key = (layout.degrees.tp, layout.degrees.dp, layout.cp, slot.nodes)
+        key = (layout.degrees.tp, layout.degrees.dp, layout.cp, layout.ep, slot.nodes)
         if key not in self._hardware:
             self._hardware[key] = slot_hardware(self.cluster, layout, slot)
         return self._hardware[key]
@@ -181,7 +192,7 @@ class ClusterPrices:
     def item_prices(self, layout: ParallelLayout, slot: StageSlot) -> dict[Item, ItemPrices]:
         """Costs of each kind of item, in order of first appearance in the chain."""
         degrees, strategy = layout.degrees, layout.strategy
-        parts = (layout.samples, layout.token_slices, layout.cp)
+        parts = (layout.samples, layout.token_slices, layout.cp, layout.ep)
         key = (degrees.tp, degrees.dp, *parts, strategy, slot.nodes)
         if key not in self._items:
             hardware = self.hardware(layout, slot)
@@ -194,7 +205,12 @@ class ClusterPrices:
         return -(-shape.vocabulary // layout.degrees.tp) * shape.hidden
 
     def gradient_seconds(
-        self, layout: ParallelLayout, hardware: SlotHardware, parameters: Floats, backward: Floats | float
+        self,
+        layout: ParallelLayout,
+        hardware: SlotHardware,
+        parameters: Floats,
+        across: Floats,
+        backward: Floats | float,
     ) -> Floats:
         """Exposed seconds of the collectives at the end of a step.
 
@@ -205,6 +221,7 @@ class ClusterPrices:
             layout: Degrees and sharding.
             hardware: Devices and links of the slot.
             parameters: Parameter count on a rank before data-parallel sharding; any shape.
+            across: The same of the ranks together that divide experts; likewise.
             backward: Seconds of the last backward, behind which reductions can hide.
 
         Returns:
@@ -213,7 +230,8 @@ class ClusterPrices:
         if layout.replicas == 1:
             return np.zeros_like(parameters)
         load, ring = self.workload, hardware.data
-        reduced, gathered = parameters * load.reduce_bytes, parameters * load.weight_bytes
+        passed = _passed(layout, parameters, across)
+        reduced, gathered = passed * load.reduce_bytes, passed * load.weight_bytes
         scale = (ring.size - 1) / ring.size / ring.link.bandwidth
         fixed = ring.scatter_seconds(0.0)
         zero = layout.strategy.zero
@@ -225,30 +243,38 @@ class ClusterPrices:
             exposed = exposed + fixed + gathered * scale
         return np.where(parameters > 0, exposed, 0.0)
 
-    def update_seconds(self, layout: ParallelLayout, hardware: SlotHardware, parameters: Floats) -> Floats:
+    def update_seconds(
+        self, layout: ParallelLayout, hardware: SlotHardware, parameters: Floats, across: Floats
+    ) -> Floats:
         """Seconds of the optimizer step: gradients are read, weights and states are read and written."""
         load = self.workload
         moved = load.gradient_bytes + 2 * (load.weight_bytes + load.state_bytes)
-        held = parameters / self.shards_of_states(layout.strategy, layout)
+        held = self.updated(layout.strategy, layout, parameters, across)
         slowest = min(gpu.memory_bandwidth for gpu in hardware.gpus)
         seconds: Floats = held * (moved / (slowest * self.rates.memory_share))
         return seconds
 
-    def shards_of_states(self, strategy: LayerStrategy, layout: ParallelLayout) -> int:
-        """Number of ranks over which optimizer states are sharded."""
-        return layout.replicas if strategy.zero else 1
+    def updated(
+        self, strategy: LayerStrategy, layout: ParallelLayout, parameters: Floats, across: Floats
+    ) -> Floats:
+        """Parameters that a rank's optimizer updates; ``across`` as for :meth:`gradient_seconds`."""
+        return across / layout.replicas if strategy.zero else parameters
 
-    def parameter_bytes(self, strategy: LayerStrategy, layout: ParallelLayout) -> tuple[float, float, float]:
-        """Bytes of weight, gradient and optimizer states that a rank keeps per parameter."""
-        load, ranks = self.workload, layout.replicas
+    def parameter_bytes(
+        self, strategy: LayerStrategy, layout: ParallelLayout, parameters: Floats, across: Floats
+    ) -> tuple[Floats, Floats, Floats]:
+        """Bytes of weights, gradients and optimizer states that a rank keeps; arguments as above."""
+        load, sharded = self.workload, across / layout.replicas
         sizes = ((load.weight_bytes, 3), (load.gradient_bytes, 2), (load.state_bytes, 1))
-        weight, gradient, state = (size / ranks if strategy.zero >= stage else size for size, stage in sizes)
-        return weight, gradient, state
+        weights, gradients, states = (
+            (sharded if strategy.zero >= stage else parameters) * size for size, stage in sizes
+        )
+        return weights, gradients, states
 
     def reserve(self, layout: ParallelLayout) -> int:
         """Bytes of each device outside of PyTorch's allocator: its context, and a communicator an axis."""
         degrees = layout.degrees
-        axes = sum(ranks > 1 for ranks in (degrees.pp, degrees.dp, degrees.tp, layout.cp))
+        axes = sum(ranks > 1 for ranks in (degrees.pp, degrees.dp, degrees.tp, layout.cp, layout.ep))
         return self.workload.reserve + axes * self.workload.communicator_bytes
 
     def _item(self, item: Item, layout: ParallelLayout, hardware: SlotHardware) -> ItemPrices:
@@ -258,7 +284,7 @@ class ClusterPrices:
         slowest = [self._layer_seconds(item, layout, gpu) for gpu in hardware.gpus]
         # 1. Compute: a stage on several kinds of devices runs at the pace of the slowest.
         forward, backward = max(s.forward for s in slowest), max(s.backward for s in slowest)
-        layer = item in (Item.LAYER, Item.CROSS_LAYER)
+        layer = item in LAYERS
         full = layer and recompute is RecomputeLayers.FULL
         recomputed = forward if full else 0.0
         if layer and recompute is RecomputeLayers.SELECTIVE:
@@ -277,7 +303,11 @@ class ClusterPrices:
             hardware.context, work.cache_bytes, attention, forwards=1 + full, around=around
         )
         exchanged = exchanged_bytes(layout.cp, work.cache_bytes, around=around)
-        parameters = self.workload.shape.parameters(item, layout.degrees.tp)
+        # To the experts and back, in the forward, the backward and a recomputed forward.
+        routing = 2 * (2 + full) * hardware.experts.seconds(work.routed_bytes) if work.routed_bytes else 0.0
+        shape, degrees = self.workload.shape, layout.degrees
+        parameters = shape.parameters(item, degrees.tp, layout.ep)
+        across = parameters + (layout.ep - 1) * shape.expert_parameters(item, degrees.tp, layout.ep)
         return ItemPrices(
             compute=slices * (forward + backward),
             recompute=slices * recomputed,
@@ -286,10 +316,16 @@ class ClusterPrices:
             * sums
             * (self.rates.sum_seconds + hardware.tensor.reduce_seconds(work.summed_bytes)),
             context=context,
+            experts=slices * routing,
             shards=self._shards(
-                layout, hardware, parameters, slices * forward, slices * (backward + recomputed)
+                layout,
+                hardware,
+                float(_passed(layout, np.array(parameters), np.array(across))),
+                slices * forward,
+                slices * (backward + recomputed),
             ),
             parameters=parameters,
+            across=across,
             kept=_held(slices * kept + _cache_bytes(work, slices), lost),
             working=_held(work.working_bytes + (work.kept_bytes - kept) + exchanged, lost),
         )
@@ -314,7 +350,8 @@ class ClusterPrices:
 
     def _layer_seconds(self, item: Item, layout: ParallelLayout, gpu: Gpu) -> LayerSeconds:
         """Seconds of one token slice on one kind of device: measured if known, otherwise modelled."""
-        key = (self._case(item, layout), SequenceParts(layout.token_slices, layout.cp), gpu)
+        parts = SequenceParts(layout.token_slices, layout.cp)
+        key = (self._case(item, layout), parts, layout.ep, gpu)
         if key not in self._seconds:
             modelled = layer_seconds(self.work(item, layout), gpu, self.rates) * self._factor(layout)
             self._seconds[key] = self._measured_seconds(item, layout, gpu) or modelled
@@ -357,14 +394,14 @@ class ClusterPrices:
         return self._factors[key]
 
     def _shards(
-        self, layout: ParallelLayout, hardware: SlotHardware, parameters: int, forward: float, backward: float
+        self, layout: ParallelLayout, hardware: SlotHardware, passed: float, forward: float, backward: float
     ) -> float:
         """Exposed seconds of the collectives that ZeRO 2 and 3 run in every microbatch."""
         load, zero = self.workload, layout.strategy.zero
-        if zero < 2 or layout.replicas == 1 or not parameters:
+        if zero < 2 or layout.replicas == 1 or not passed:
             return 0.0
-        scatter = hardware.data.scatter_seconds(parameters * load.reduce_bytes)
-        gather = hardware.data.scatter_seconds(parameters * load.weight_bytes) if zero == 3 else 0.0
+        scatter = hardware.data.scatter_seconds(passed * load.reduce_bytes)
+        gather = hardware.data.scatter_seconds(passed * load.weight_bytes) if zero == 3 else 0.0
         return _exposed_seconds(gather, forward, load.overlap) + _exposed_seconds(
             gather + scatter, backward, load.overlap
         )
@@ -381,12 +418,29 @@ class ClusterPrices:
         return item.working + whole + (2 * load.weight_bytes * item.parameters if zero == 3 else 0)
 
     def end_seconds(
-        self, layout: ParallelLayout, hardware: SlotHardware, parameters: Floats, backward: Floats | float
+        self,
+        layout: ParallelLayout,
+        hardware: SlotHardware,
+        parameters: Floats,
+        across: Floats,
+        backward: Floats | float,
     ) -> Floats:
         """Seconds after the last microbatch: gradient collectives and the optimizer step."""
-        exchanged = self.gradient_seconds(layout, hardware, parameters, backward)
-        exchanged += self.update_seconds(layout, hardware, parameters)
+        exchanged = self.gradient_seconds(layout, hardware, parameters, across, backward)
+        exchanged += self.update_seconds(layout, hardware, parameters, across)
         return exchanged
+
+
+def _passed(layout: ParallelLayout, parameters: Floats, across: Floats) -> Floats:
+    """Parameters whose collective over all replicas takes as long as those that are run.
+
+    Experts are replicated on fewer ranks: ``replicas / ep``. A rank sends ``(n - 1) / n`` of what ``n`` ranks
+    share, which for all its parameters together is ``parameters - across / replicas``.
+    """
+    if layout.ep == 1 or layout.replicas == 1:
+        return parameters
+    passed: Floats = (parameters * layout.replicas - across) / (layout.replicas - 1)
+    return passed
 
 
 def _held(nbytes: int, lost: float) -> int:

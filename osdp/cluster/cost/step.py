@@ -216,6 +216,7 @@ def price(
             recompute=m * sum(item.recompute for item in inside),
             tensor=m * sum(item.tensor for item in inside),
             context=m * sum(item.context for item in inside),
+            experts=m * sum(item.experts for item in inside),
             shards=m * sum(item.shards for item in inside),
             sends=m * sends[slowest],
             bubble=formula.bubble(times[slowest], sum(times)),

@@ -63,6 +63,9 @@ def step_parts(plan: ClusterPlan) -> tuple[tuple[str, float, str], ...]:
         replicas = f"{degrees.dp} x {layout.cp} data- and context-parallel ranks"
         what = f"keys and values over {layout.cp} ranks, where attention does not hide them"
         context = [("context parallelism", seconds.context, what)]
+    if layout.ep > 1:
+        what = f"tokens sent to experts on {layout.ep} ranks and back"
+        context.append(("expert parallelism", seconds.experts, what))
     return (
         ("compute", seconds.compute, "forward and backward of the slowest stage, all microbatches"),
         ("recomputation", seconds.recompute, layout.recomputation),

@@ -93,6 +93,9 @@ def megatron(plan: ClusterPlan, workload: Workload, half: str) -> Export:
         words |= {"normalization": "RMSNorm"}
     if not shape.biases:
         flags.append("disable-bias-linear")
+    if shape.experts:
+        words |= _megatron_experts(shape, layout.ep)
+        flags.append("moe-grouped-gemm")
     if not shape.tied:
         flags.append("untie-embeddings-and-output-weights")
     text = [f"--{name} {value}" for name, value in words.items()] + [f"--{flag}" for flag in flags]
@@ -100,6 +103,8 @@ def megatron(plan: ClusterPlan, workload: Workload, half: str) -> Export:
     notes = []
     if degrees.tp > 1 or layout.cp > 1:
         notes.append("an environment variable: GPUs before Blackwell need CUDA_DEVICE_MAX_CONNECTIONS=1")
+    if shape.experts and degrees.tp > 1 and not workload.sequence_parallel:
+        notes.append("tensor parallelism beside experts without sequence parallelism: add it there and here")
     zero = layout.strategy.zero
     recomputes = {run.strategy.recompute for stage in plan.runs for run in stage}
     text += _megatron_recomputation(plan, shape, recomputes)
@@ -126,6 +131,22 @@ def megatron(plan: ClusterPlan, workload: Workload, half: str) -> Export:
             "stages"
         )
     return Export("megatron_args.sh", " \\\n".join(text) + "\n", (*notes, *_limitations(plan)))
+
+
+def _megatron_experts(shape: TransformerShape, ep: int) -> dict[str, int | str]:
+    words: dict[str, int | str] = {
+        "num-experts": shape.experts,
+        "moe-router-topk": shape.experts_per_token,
+        "moe-ffn-hidden-size": shape.expert_inner,
+        "moe-token-dispatcher-type": "alltoall",
+        "expert-model-parallel-size": ep,
+    }
+    if shape.shared_width:
+        words |= {"moe-shared-expert-intermediate-size": shape.shared_width}
+    if shape.dense_layers:
+        pattern = f"[0]*{shape.dense_layers}+[1]*{shape.layers - shape.dense_layers}"
+        words |= {"moe-layer-freq": f"'({pattern})'"}
+    return words
 
 
 def _megatron_recomputation(
@@ -190,6 +211,8 @@ def deepspeed(plan: ClusterPlan, workload: Workload, half: str) -> Export:
         notes.append(
             f"cp={layout.cp}: it has no context parallelism, but Ulysses' sequence parallelism in code"
         )
+    if layout.ep > 1:
+        notes.append(f"ep={layout.ep}: deepspeed.moe.layer.MoE(ep_size={layout.ep}) in the model's code")
     if layout.recompute is not RecomputeLayers.NONE:
         config["activation_checkpointing"] = {"partition_activations": False}
         notes.append("recomputation: call deepspeed.checkpointing in the model")
@@ -230,6 +253,8 @@ def accelerate(plan: ClusterPlan, workload: Workload, half: str) -> Export:
         f"gradient accumulation of {max(steps, 1)} steps in Accelerator, and batches of {layout.samples} "
         f"samples of {workload.shape.sequence} tokens in the loader"
     ]
+    if layout.ep > 1:
+        notes.append(f"ep={layout.ep}: every rank computes all experts, whose weights are sharded as others")
     if nodes > 1:
         notes.append("machine_rank and main_process_ip: pass them to accelerate launch on each node")
     if degrees.pp > 1:
@@ -264,6 +289,8 @@ def torchtitan(plan: ClusterPlan, workload: Workload, half: str) -> Export:
     }
     if layout.cp > 1:
         words["parallelism.context_parallel_degree"] = layout.cp
+    if layout.ep > 1:
+        words["parallelism.expert_parallel_degree"] = layout.ep
     notes = ["today's version: since August 2026 it has no such flags, but a configuration in Python"]
     if not (shape.gated and shape.causal):
         notes.append(f"{shape.name}: its models are Llama and similar ones")

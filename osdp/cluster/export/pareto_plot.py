@@ -33,9 +33,9 @@ def plot_plans(plans: Sequence[ClusterPlan], cluster: Cluster, path: str | Path)
 
 
 def _label(plan: ClusterPlan, cluster: Cluster) -> str:
-    degrees, cp = plan.layout.degrees, plan.layout.cp
-    context = f" cp{cp}" if cp > 1 else ""
-    return f"{nodes_text(plan, cluster)}: tp{degrees.tp} pp{degrees.pp} dp{degrees.dp}{context}"
+    layout, degrees = plan.layout, plan.layout.degrees
+    others = f" cp{layout.cp}" * (layout.cp > 1) + f" ep{layout.ep}" * (layout.ep > 1)
+    return f"{nodes_text(plan, cluster)}: tp{degrees.tp} pp{degrees.pp} dp{degrees.dp}{others}"
 
 
 def _html(x: Sequence[float], y: Sequence[float], labels: Sequence[str], path: str | Path) -> None:

@@ -85,6 +85,7 @@ def _row(
         "recompute": layout.recomputation,
         "token slices": layout.token_slices,
         "cp": layout.cp,
+        "ep": layout.ep,
         "stages a rank": layout.stages_per_rank,
     }
 
@@ -201,9 +202,10 @@ def nodes_text(plan: ClusterPlan, cluster: Cluster) -> str:
 
 
 def degrees_text(layout: ParallelLayout) -> str:
-    """Degrees of tensor, pipeline, data and context parallelism, such as ``1/16/2``, or ``1/16/2 cp4``."""
+    """Degrees of tensor, pipeline and data parallelism, such as ``1/16/2``, or ``1/16/2 cp4 ep2``."""
     degrees = layout.degrees
-    return f"{degrees.tp}/{degrees.pp}/{degrees.dp}" + (f" cp{layout.cp}" if layout.cp > 1 else "")
+    others = f" cp{layout.cp}" * (layout.cp > 1) + f" ep{layout.ep}" * (layout.ep > 1)
+    return f"{degrees.tp}/{degrees.pp}/{degrees.dp}{others}"
 
 
 def schedule_text(layout: ParallelLayout) -> str:

@@ -42,6 +42,7 @@ def alternatives(
         "dp": replace(space, dp=others(lambda each: each.degrees.dp)),
         "tp": replace(space, tp=others(lambda each: each.degrees.tp)),
         "cp": replace(space, cp=others(lambda each: each.cp)),
+        "ep": replace(space, ep=others(lambda each: each.ep)),
         "samples": replace(space, samples=others(lambda each: each.samples)),
         "schedules": replace(pipelines, schedules=tuple(n for n in space.schedules if n != layout.schedule)),
         # A choice item by item includes every uniform one.

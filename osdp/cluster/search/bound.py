@@ -143,7 +143,7 @@ def _free_bytes(prices: ClusterPrices, place: _Place, strategy: int, held: Float
     bound.
     """
     layout, items = place.layouts[strategy], place.priced[strategy]
-    each = sum(prices.parameter_bytes(layout.strategy, layout))
+    each = float(sum(prices.parameter_bytes(layout.strategy, layout, np.ones(()), np.ones(()))))
     # The minimum over all items, because a stage may consist of one end of the chain alone.
     working = min(prices.working_bytes(layout, item) for item in items.values())
     free = np.full(len(held), float(place.hardware.limit - prices.reserve(layout)) - working)
@@ -158,11 +158,15 @@ def _layer_bytes(prices: ClusterPrices, place: _Place, strategy: int, held: Floa
     """Minimum bytes of a layer at each pipeline rank with one strategy; shape ``(pp,)``."""
     layout, items = place.layouts[strategy], place.priced[strategy]
     layers = [items[item] for item in LAYERS if item in items]
-    each = sum(prices.parameter_bytes(layout.strategy, layout))
-    taken: Floats = (
-        min(layer.parameters for layer in layers) * each + min(layer.kept for layer in layers) * held
+    stored = min(
+        float(sum(prices.parameter_bytes(layout.strategy, layout, *_numbers_of(layer)))) for layer in layers
     )
+    taken: Floats = stored + min(layer.kept for layer in layers) * held
     return taken
+
+
+def _numbers_of(item: ItemPrices) -> tuple[Floats, Floats]:
+    return np.array(float(item.parameters)), np.array(float(item.across))
 
 
 def _max_layers(prices: ClusterPrices, place: _Place, held: Floats) -> Floats:
@@ -288,14 +292,16 @@ def _least(times: Floats, holds: Callable[[float], bool]) -> float:
 def _end(prices: ClusterPrices, place: _Place) -> float:
     """Minimum seconds after the last microbatch on the slowest stage, if all stages were in such cells."""
     items, layout, shape = place.priced[0], place.layouts[0], prices.workload.shape
-    total = sum(items[item].parameters for item in prices.items)
+    total = np.sum([_numbers_of(items[item]) for item in prices.items], axis=0)  # (2,)
     # One stage stores a tied weight once. With several stages, the head keeps its own copy, because it is in
     # the last stage and the embedding in the first.
     shared = shape.tied_copies - (shape.tied and layout.degrees.pp > 1)
     total -= shared * prices.tied_numbers(layout)
-    shares = [total / layout.degrees.pp, items[Item.EMBEDDING].parameters, items[Item.HEAD].parameters]
-    least = np.array([max(shares)], dtype=float)
+    # The end is linear in both counts, so that it is on average at most what it is at worst.
+    ends = _numbers_of(items[Item.EMBEDDING]), _numbers_of(items[Item.HEAD])
+    parameters, across = np.array([total / layout.degrees.pp, *ends]).T  # (3,) each
     # An infinitely long backward hides as much communication as possible.
     return min(
-        float(prices.end_seconds(uniform, place.hardware, least, math.inf)[0]) for uniform in place.layouts
+        float(prices.end_seconds(uniform, place.hardware, parameters, across, math.inf).max())
+        for uniform in place.layouts
     )

@@ -13,6 +13,7 @@ from osdp.cluster.search.space import (
     LayoutSpace,
     cells_of,
     context_fault,
+    expert_fault,
     families,
     slices_fault,
     strategy_faults,
@@ -62,6 +63,7 @@ def check_space(prices: ClusterPrices, space: LayoutSpace, *, parts: bool = Fals
             if load.global_batch % dp == 0 and load.global_batch // dp % samples
         ]
     faults += [fault for cp in space.cp if (fault := context_fault(load, cp))]
+    faults += [fault for ep in space.ep if (fault := expert_fault(load.shape, ep))]
     # 2. The product of the degrees.
     given = {
         name: values[0]
@@ -74,6 +76,10 @@ def check_space(prices: ClusterPrices, space: LayoutSpace, *, parts: bool = Fals
     ):
         product = " x ".join(f"{name}={value}" for name, value in given.items())
         faults.append(f"{product} does not make the {world} devices there are")
+    for ep in space.ep:
+        replicas = (space.dp or (0,))[0] * (space.cp or (1,))[0]
+        if replicas % ep:
+            faults.append(f"ep={ep} does not divide the dp x cp = {replicas} ranks with the same weights")
     # 3. Stages, token slices and strategies.
     for pp in space.pp:
         if pp > len(prices.items):
@@ -131,7 +137,7 @@ def no_plan_error(prices: ClusterPrices, space: LayoutSpace, goal: PlannerGoal) 
     shape = prices.workload.shape
     each = {item.value: shape.parameters(item) * prices.workload.weight_bytes for item in prices.kinds}
     layout = least.layout
-    context = f" cp={layout.cp}" if layout.cp > 1 else ""
+    others = f" cp={layout.cp}" * (layout.cp > 1) + f" ep={layout.ep}" * (layout.ep > 1)
     return InfeasibleError(
         limit=least.peak.limit,
         best_peak=least.peak.total,
@@ -140,7 +146,7 @@ def no_plan_error(prices: ClusterPrices, space: LayoutSpace, goal: PlannerGoal) 
         ],
         suggestions=(
             f"the closest to fitting is tp={layout.degrees.tp} pp={layout.degrees.pp} "
-            f"dp={layout.degrees.dp}{context}, microbatches of {layout.samples}, {layout.sharding}, "
+            f"dp={layout.degrees.dp}{others}, microbatches of {layout.samples}, {layout.sharding}, "
             f"recompute {layout.recomputation}, {layout.token_slices} token slices",
             "more nodes, or devices with more memory",
             "a smaller global batch, a shorter sequence, or --zero 3 --recomputation full if excluded",

@@ -12,6 +12,7 @@ one of whole stages to kinds that each of them already had (transportation probl
 integral solutions).
 """
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -46,6 +47,7 @@ class LayoutSpace:
             that support them, without recomputation, and with ZeRO 0 or 1 (2 and 3 would communicate for
             every slice).
         virtual_stages: Stages of each pipeline rank, with schedules that take any number of them.
+        ep: Expert-parallel degrees.
     """
 
     tp: tuple[int, ...] = ()
@@ -58,6 +60,7 @@ class LayoutSpace:
     zero: tuple[int | None, ...] = (0, 1, 2, 3, None)
     token_slices: tuple[int, ...] = (1, 2, 4, 8, 16)
     virtual_stages: tuple[int, ...] = (2,)
+    ep: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,18 +180,23 @@ def families(
             cells = cells_of(cluster, counts, tp * cp * dp) if pp <= len(shape.items) else None
             if cells is None:
                 continue
-            for samples in _divisors(batch // dp):
+            for samples, slices, ep in itertools.product(
+                _divisors(batch // dp), space.token_slices, _expert_degrees(shape, space, cp * dp)
+            ):
                 if space.samples and samples not in space.samples:
                     continue
-                for slices in space.token_slices:
-                    # Token slices shorten the pipeline bubble, and one stage has none.
-                    if slices > 1 and (pp == 1 or cp > 1 or slices_fault(shape, slices)):
-                        continue
-                    plain = ParallelLayout(
-                        ParallelDims(pp, dp, tp), samples, batch // dp // samples, token_slices=slices, cp=cp
-                    )
-                    if layouts := tuple(_layouts(workload, space, plain)):
-                        yield Family(plain, layouts, cells)
+                # Token slices shorten the pipeline bubble, and one stage has none.
+                if slices > 1 and (pp == 1 or cp > 1 or slices_fault(shape, slices)):
+                    continue
+                batches = samples, batch // dp // samples
+                plain = ParallelLayout(ParallelDims(pp, dp, tp), *batches, token_slices=slices, cp=cp, ep=ep)
+                if layouts := tuple(_layouts(workload, space, plain)):
+                    yield Family(plain, layouts, cells)
+
+
+def _expert_degrees(shape: TransformerShape, space: LayoutSpace, replicas: int) -> list[int]:
+    possible = _divisors(math.gcd(shape.experts, replicas)) if shape.experts else [1]
+    return [ep for ep in possible if not space.ep or ep in space.ep]
 
 
 def _replicas(workload: Workload, space: LayoutSpace, ranks: int) -> Iterator[tuple[int, int]]:
@@ -306,6 +314,9 @@ def tensor_fault(workload: Workload, tp: int) -> str | None:
     for what, number in (("heads", shape.heads), ("inner features", shape.inner)):
         if number % tp:
             return f"tp={tp} does not divide the {number} {what} of {shape.name}"
+    if shape.experts and (shape.expert_inner % tp or shape.shared_width % tp):
+        shared = f" and of {shape.shared_width}" * bool(shape.shared_width)
+        return f"tp={tp} does not divide the width of experts, of {shape.expert_inner}{shared}"
     if shape.key_heads % tp:
         return f"tp={tp} does not divide the {shape.key_heads} key-value heads of {shape.name}"
     return None
@@ -325,6 +336,15 @@ def context_fault(workload: Workload, cp: int) -> str | None:
     if shape.sequence % parts:
         return f"cp={cp} needs sequences of {parts} equal parts, which {shape.sequence} tokens do not have"
     return None
+
+
+def expert_fault(shape: TransformerShape, ep: int) -> str | None:
+    """Reason why an expert-parallel degree is not possible; ``None`` if it is."""
+    if ep == 1:
+        return None
+    if not shape.experts:
+        return f"ep={ep}: {shape.name} has no experts"
+    return f"ep={ep} does not divide the {shape.experts} experts of a layer" if shape.experts % ep else None
 
 
 def slices_fault(shape: TransformerShape, slices: int) -> str | None:

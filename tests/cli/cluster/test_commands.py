@@ -141,6 +141,30 @@ def test_an_estimate_has_context_parallelism(words: list[str], capsys: pytest.Ca
     assert "1/1/2 cp2" in printed and "context parallelism" in printed
 
 
+#: Fields of a small mixture of experts.
+MIXTURE = ["--set", "experts=4", "--set", "experts_per_token=2", "--set", "expert_width=512"]
+
+
+def test_experts_are_divided_over_ranks(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table, page = tmp_path / "table.json", tmp_path / "plan.html"
+    files = ["--json", str(table), "--report", str(page), "--export", str(tmp_path / "exports")]
+    run("cluster", "plan", *words, *MIXTURE, "--ep", "2", "--tp", "1", "--pp", "1", *files)
+    printed = capsys.readouterr().out
+    assert "1/1/4 ep2" in printed and "expert parallelism" in printed
+    assert {row["ep"] for row in json.loads(table.read_text(encoding="utf8"))} == {2}
+    html = page.read_text(encoding="utf8")
+    assert "Expert parallelism over 2 devices" in html and "divide the experts" in html
+    arguments = (tmp_path / "exports" / "megatron_args.sh").read_text(encoding="utf8")
+    assert "--expert-model-parallel-size 2" in arguments
+    degrees = ["--tp", "1", "--pp", "1", "--dp", "4", "--micro-batch", "1"]
+    run("cluster", "estimate", *words, *MIXTURE, *degrees)
+    whole = capsys.readouterr().out
+    run("cluster", "estimate", *words, *MIXTURE, *degrees, "--ep", "4")
+    assert "ep4" not in whole and "1/1/4 ep4" in capsys.readouterr().out
+
+
 def test_other_frameworks_get_what_the_runtime_does_not_have(
     words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -276,6 +300,11 @@ def test_a_plan_is_written_that_runs_and_how_to_start_it(
         (["--cp", "2", "--no-flash"], "cp=2 needs FlashAttention"),
         (["--cp", "2", "--token-slices", "2"], "token slices cannot be combined with context parallelism"),
         (["--cp", "2", "--out", "plan.json"], "has no context parallelism: leave --cp 2 out"),
+        (["--ep", "2"], "ep=2: gpt2 has no experts"),
+        ([*MIXTURE, "--ep", "3"], "ep=3 does not divide the 4 experts of a layer"),
+        ([*MIXTURE, "--ep", "4", "--dp", "2"], "ep=4 does not divide the dp x cp = 2 ranks"),
+        ([*MIXTURE, "--out", "plan.json"], "no expert parallelism, and gpt2 has experts"),
+        (["--set", "experts_per_token=2"], "has no experts; experts_per_token=2 need experts"),
         (["--zero", "4"], "--zero 4: ZeRO has the stages 0, 1, 2, 3, and mixed"),
         (
             ["--every", "--subsets", "--budget", "3", "--steps", "5"],

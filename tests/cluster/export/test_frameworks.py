@@ -72,6 +72,34 @@ def test_precision_dropout_positions_and_overlap_are_exported() -> None:
     assert any("sequence parallelism" in note for note in deepspeed.notes)
 
 
+EXPERTS = replace(
+    LOAD,
+    shape=replace(
+        LOAD.shape, experts=8, experts_per_token=2, expert_width=256, shared_width=512, dense_layers=2
+    ),
+)
+
+
+def plan_of_experts(ep: int, tp: int = 1) -> ClusterPlan:
+    layout = ParallelLayout(ParallelDims(1, 8 // tp, tp), 1, tp, zero=1, ep=ep)
+    return price(ClusterPrices(NODES, EXPERTS), layout, (0, 8), [StageSlot((2,))])
+
+
+def test_experts_are_exported_where_they_exist() -> None:
+    megatron, deepspeed, accelerate, torchtitan = exports(plan_of_experts(4), EXPERTS)
+    for words in (
+        "--num-experts 8 ", "--moe-router-topk 2 ", "--moe-ffn-hidden-size 256 ",
+        "--expert-model-parallel-size 4 ", "--moe-shared-expert-intermediate-size 512 ",
+        "--moe-layer-freq '([0]*2+[1]*4)' ", "--moe-grouped-gemm", "--moe-token-dispatcher-type alltoall ",
+    ):  # fmt: skip
+        assert words in megatron.text, words
+    assert "--parallelism.expert_parallel_degree '4'" in torchtitan.text
+    for export in (deepspeed, accelerate):
+        assert any(note.startswith("ep=4: ") for note in export.notes)
+    assert any("beside experts" in note for note in exports(plan_of_experts(2, 2), EXPERTS)[0].notes)
+    assert not any("expert" in each.text or "moe" in each.text for each in exports(plan_of(1, 8), LOAD))
+
+
 def _options_of(export: Export) -> dict[str, str]:
     """Names of the options in a file, nested ones with dots, and their values; a flag has none."""
     if export.file.endswith(".sh"):
@@ -103,17 +131,20 @@ def test_every_option_is_one_of_the_framework(half: str) -> None:
             (1, 1, 3, RecomputeLayers.FULL), (2, 2, 2, RecomputeLayers.NONE),
         )
     ]  # fmt: skip
-    unknown: set[str] = set()
+    plans = [(plan_of_experts(4), EXPERTS)]
     for load in loads:
         for layout in layouts:
             pp = layout.degrees.pp
             bounds = (0, *range(8 // pp, 8, 8 // pp), 8)
             plan = price(ClusterPrices(NODES, load), layout, bounds, [StageSlot((2 // pp,))] * pp)
-            for export, (name, framework) in zip(exports(plan, load, half), known.items(), strict=True):
-                for option, value in _options_of(export).items():
-                    words = framework["options"].get(option, {}).get("choices", [value])
-                    if option not in framework["options"] or value not in map(str, words):
-                        unknown.add(f"{name}: {option} {value}")
+            plans.append((plan, load))
+    unknown: set[str] = set()
+    for plan, load in plans:
+        for export, (name, framework) in zip(exports(plan, load, half), known.items(), strict=True):
+            for option, value in _options_of(export).items():
+                words = framework["options"].get(option, {}).get("choices", [value])
+                if option not in framework["options"] or value not in map(str, words):
+                    unknown.add(f"{name}: {option} {value}")
     assert unknown == set()
 
 
@@ -130,6 +161,15 @@ def test_the_breakdown_adds_up_with_the_exchanges() -> None:
     text = breakdown(plan, NODES, LOAD.shape)
     assert "tp/pp/dp 1/2/2 cp2" in text and "over 2 x 2 data- and context-parallel ranks" in text
     assert max(map(len, text.splitlines())) <= 110
+
+
+def test_the_breakdown_tells_what_sending_tokens_takes() -> None:
+    plan = plan_of_experts(4)
+    parts = {name: seconds for name, seconds, _ in step_parts(plan)}
+    assert parts["expert parallelism"] > 0.0
+    assert sum(parts.values()) == pytest.approx(plan.step_seconds)
+    text = breakdown(plan, NODES, EXPERTS.shape)
+    assert "tp/pp/dp 1/1/8 ep4" in text and "tokens sent to experts on 4 ranks and back" in text
 
 
 @pytest.mark.parametrize("stages", [2, 3, 4])

@@ -62,6 +62,24 @@ def random_problem(seed: int) -> tuple[Cluster, Workload]:
     return cluster(*groups), load
 
 
+def with_experts(load: Workload, seed: int) -> Workload:
+    """The same with layers of experts, the first of which may be dense."""
+    draw = random.Random(seed)
+    experts = draw.choice([2, 4, 8])
+    model = replace(
+        load.shape,
+        layers=max(load.shape.layers, 2),
+        decoder_layers=0,
+        causal=True,
+        experts=experts,
+        experts_per_token=draw.choice([1, 2]),
+        expert_width=draw.choice([0, 256]),
+        shared_width=draw.choice([0, 128]),
+        dense_layers=draw.choice([0, 1]),
+    )
+    return replace(load, shape=model)
+
+
 def check(devices: Cluster, load: Workload, space: LayoutSpace) -> float:
     """Every bound against what it bounds, and the first rows against all; returns the best."""
     prices = ClusterPrices(devices, load)
@@ -125,6 +143,20 @@ def test_the_first_rows_of_random_problems_are_the_best_of_all(first: int) -> No
             check(devices, load, LayoutSpace())
             checked += 1
     assert checked
+
+
+@pytest.mark.parametrize("first", range(200, 260, 20))
+def test_layers_of_experts_are_searched_as_exactly(first: int) -> None:
+    checked = divided = 0
+    for seed in range(first, first + 20):
+        devices, load = random_problem(seed)
+        load = with_experts(load, seed)
+        space = LayoutSpace(samples=(1,), token_slices=(1,), zero=(0, 1, 3, None))
+        layouts = [way for f in families(devices, devices.counts, load, space) for way in f.layouts]
+        if 0 < len(layouts) <= 2 * _MOST:
+            checked += math.isfinite(check(devices, load, space))
+            divided += any(way.ep > 1 for way in layouts)
+    assert checked > 3 and divided > 1
 
 
 def test_ways_that_come_out_alike_do_not_hide_the_layout_in_which_they_are() -> None:

@@ -16,6 +16,7 @@ _COLOURS = {
     "recomputation": "#56B4E9",
     "tensor parallelism": "#CC79A7",
     "context parallelism": "#882255",
+    "expert parallelism": "#AA4499",
     "gathers and scatters": "#E69F00",
     "sends": "#D55E00",
     "bubble": "#999999",
@@ -26,6 +27,7 @@ _COLOURS = {
 _COMMUNICATION = (
     "tensor parallelism",
     "context parallelism",
+    "expert parallelism",
     "gathers and scatters",
     "sends",
     "gradients",
@@ -193,6 +195,9 @@ def _decisions(report: ClusterReport) -> str:
     if layout.cp > 1:
         told = f"Context parallelism over {layout.cp} devices"
         lines.append((told, ": each has a part of every sequence", ("cp",)))
+    if layout.ep > 1:
+        told = f"Expert parallelism over {layout.ep} devices"
+        lines.append((told, ": each has a part of the experts of every layer", ("ep",)))
     slices = f", each sequence in {layout.token_slices} token slices" if layout.token_slices > 1 else ""
     batches = f" of {_count(layout.samples, 'sample')} each, on every copy{slices}"
     lines.append((_count(layout.microbatches, "microbatch", "es"), batches, ("samples", "token_slices")))
@@ -231,6 +236,7 @@ _OTHER = {
     "dp": "another number of copies",
     "tp": "another tensor-parallel degree",
     "cp": "another context-parallel degree",
+    "ep": "another expert-parallel degree",
     "samples": "other microbatches",
     "schedules": "another schedule",
     "zero": "another ZeRO stage",
@@ -249,6 +255,7 @@ def other_choice(name: str, plan: ClusterPlan) -> str:
         "dp": f"{degrees.dp} {'copies' if degrees.dp > 1 else 'copy'}",
         "tp": f"tensor parallelism over {degrees.tp}" if degrees.tp > 1 else "no tensor parallelism",
         "cp": f"context parallelism over {layout.cp}" if layout.cp > 1 else "no context parallelism",
+        "ep": f"experts divided over {layout.ep}" if layout.ep > 1 else "no expert parallelism",
         "samples": f"microbatches of {_count(layout.samples, 'sample')}",
         "schedules": f"schedule {layout.schedule}",
         "zero": sharding,

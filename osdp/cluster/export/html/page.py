@@ -22,6 +22,7 @@ _DECISIONS = {
     "dp": "data-parallel copies",
     "tp": "tensor parallelism",
     "cp": "context parallelism",
+    "ep": "expert parallelism",
     "samples": "microbatches",
     "schedules": "schedule",
     "zero": "sharding",
@@ -118,6 +119,8 @@ def _layout(report: ClusterReport) -> str:
     axes = [f"stages 0 to {degrees.pp - 1} follow each other in the pipeline"] * (degrees.pp > 1)
     axes += ["devices with the same stage and different data indices hold copies"] * (degrees.dp > 1)
     axes += ["those with different context indices hold parts of the same sequences"] * (cp > 1)
+    ep = plan.layout.ep
+    axes += [f"{ep} devices after each other that hold copies divide the experts"] * (ep > 1)
     axes += ["those with different tensor indices hold parts of the same layers"] * (degrees.tp > 1)
     told = "; ".join(axes) or "there is one device"
     return (
