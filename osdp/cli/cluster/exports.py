@@ -7,6 +7,7 @@ import typer
 from osdp.cluster.cost.stage import ClusterPrices
 from osdp.cluster.cost.step import nodes_of
 from osdp.cluster.export.frameworks import exports
+from osdp.cluster.export.launch_scripts import node_table
 from osdp.cluster.plan import ClusterPlan
 from osdp.text import wrapped
 
@@ -30,4 +31,7 @@ def write_exports(folder: Path, plan: ClusterPlan, prices: ClusterPrices, half: 
         (folder / export.file).write_text(export.text, encoding="utf8")
         told.append(f"{export.file}: not expressed: {'; '.join(export.notes) or 'nothing'}")
         typer.echo(wrapped(f"written: {told[-1]}"))
+    order = node_table(plan, prices.cluster)
+    (folder / "nodes.csv").write_text(order, encoding="utf8")
+    typer.echo(f"written: nodes.csv, the order of the nodes: {order.count(chr(10)) - 1} of them")
     (folder / "exports.txt").write_text("\n".join(map(wrapped, told)) + "\n", encoding="utf8")

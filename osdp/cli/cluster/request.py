@@ -99,6 +99,13 @@ class ClusterRequest:
         float, Option(help="fraction of the collectives that overlaps with compute, 0 to 1")
     ] = 0.0
     reserve: Annotated[str, Option(help="memory of a device's context, without communicators")] = "1GiB"
+    certain: Annotated[
+        bool,
+        Option(
+            "--certain",
+            help="only layouts that fit at the end of the interval of their peak, no row with (?)",
+        ),
+    ] = False
     calibration: Annotated[
         Path | None, Option(help="file written by osdp cluster calibrate, for these nodes")
     ] = None
@@ -146,8 +153,8 @@ class ClusterRequest:
         profiles = [LayerProfile.load(path) for path in self.layer_times]
         _require_measured(profiles, workload, cluster, changed_fields(self.model, self.fields))
         if found is None:
-            return ClusterPrices(cluster, workload, profiles=profiles)
-        return ClusterPrices(found.apply_to(cluster), workload, found.rates, profiles)
+            return ClusterPrices(cluster, workload, profiles=profiles, certain=self.certain)
+        return ClusterPrices(found.apply_to(cluster), workload, found.rates, profiles, certain=self.certain)
 
     @property
     def half(self) -> str | None:
@@ -179,6 +186,8 @@ class ClusterRequest:
             raise ValueError(
                 f"--virtual-stages {self.virtual_stages} needs --schedule {INTERLEAVED}, not {self.schedule}"
             )
+        if self.virtual_stages is not None and self.pp == 1:
+            raise ValueError(f"--virtual-stages {self.virtual_stages} needs several stages, but --pp is 1")
         if self.recompute not in (None, MIXED, *RecomputeLayers):
             raise ValueError(
                 f"--recomputation {self.recompute}: there are {', '.join(RecomputeLayers)}, {MIXED}"

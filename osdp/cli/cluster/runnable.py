@@ -49,9 +49,11 @@ def traced_prices(prices: ClusterPrices, request: ClusterRequest) -> ClusterPric
     """The same costs with activations traced from the model, where none were measured."""
     from osdp.cluster.runnable import traced_layers
 
+    typer.echo(f"tracing {prices.workload.shape.name} for what its layers keep", err=True)
     model, sample = _build(request, prices.workload.shape, None)
     traced = traced_layers(model, sample, prices.workload)
-    return ClusterPrices(prices.cluster, prices.workload, prices.rates, prices.profiles, traced)
+    basis = prices.cluster, prices.workload, prices.rates, prices.profiles
+    return ClusterPrices(*basis, traced, certain=prices.certain)
 
 
 def write_runnable(

@@ -79,7 +79,8 @@ class SlotHardware:
 
     Attributes:
         gpus: Kinds of its devices; the slowest one sets the pace.
-        limit: Memory of its smallest device, in bytes.
+        memory: Memory of its smallest device, in bytes.
+        limit: What predicted peaks may take of it.
         tensor: Ring of a tensor-parallel group.
         data: Ring of the ranks that hold the same weights: a data-parallel group, of all context-parallel
             ranks together.
@@ -90,6 +91,7 @@ class SlotHardware:
     """
 
     gpus: tuple[Gpu, ...]
+    memory: int
     limit: int
     tensor: Ring
     data: Ring
@@ -99,8 +101,10 @@ class SlotHardware:
     between: NetworkLink
 
 
-def slot_hardware(cluster: Cluster, layout: ParallelLayout, slot: StageSlot) -> SlotHardware:
-    """Devices and links of a slot.
+def slot_hardware(
+    cluster: Cluster, layout: ParallelLayout, slot: StageSlot, *, margin: float = 1.0
+) -> SlotHardware:
+    """Devices and links of a slot, on which ``margin`` times the predicted peak has to fit.
 
     Consecutive ranks form a tensor-parallel group, and groups are strided into context-parallel and, outside
     of these, data-parallel ones (the order of Megatron-LM's ``parallel_state.py``). A node's network link
@@ -121,9 +125,11 @@ def slot_hardware(cluster: Cluster, layout: ParallelLayout, slot: StageSlot) -> 
     network = _slowest([within, _share(out, tp)])
     # Expert-parallel groups are the next after context-parallel ones in the order of ranks.
     near = math.gcd(layout.ep, max(devices // tp, 1)) if crosses else layout.ep
+    memory = min(kind.gpu.memory for kind in kinds)
     return SlotHardware(
         gpus=tuple(kind.gpu for kind in kinds),
-        limit=min(kind.gpu.memory for kind in kinds),
+        memory=memory,
+        limit=int(memory / margin),
         tensor=Ring(tp, within),
         data=Ring(layout.replicas, network if crosses else within),
         # Groups that do not fill nodes evenly are as slow as those that cross from one to the next.

@@ -125,8 +125,12 @@ class ClusterPrices:
         rates: Efficiencies = PUBLISHED,
         profiles: Sequence[LayerProfile] = (),
         traced: Sequence[LayerCost] = (),
+        *,
+        certain: bool = False,
     ) -> None:
         self.cluster = cluster
+        #: Whether a stage fits only if it does at the end of the interval of its peak as well.
+        self.certain = certain
         self.profiles = tuple(profiles)
         #: Activations of this model as traced, for devices without a measured profile.
         self.traced = tuple(traced)
@@ -172,9 +176,10 @@ class ClusterPrices:
 
     def hardware(self, layout: ParallelLayout, slot: StageSlot) -> SlotHardware:
         """Devices and links of a slot."""
-        key = (layout.degrees.tp, layout.degrees.dp, layout.cp, layout.ep, slot.nodes)
+        margin = self.spread(layout).peak_high if self.certain else 1.0
+        key = (layout.degrees.tp, layout.degrees.dp, layout.cp, layout.ep, slot.nodes, margin)
         if key not in self._hardware:
-            self._hardware[key] = slot_hardware(self.cluster, layout, slot)
+            self._hardware[key] = slot_hardware(self.cluster, layout, slot, margin=margin)
         return self._hardware[key]
 
     def border_bytes(self, layout: ParallelLayout) -> Floats:

@@ -113,6 +113,6 @@ class StagePricer:
             bytes=StageBytes(
                 **{field.name: int(getattr(sizes, field.name)) for field in fields(sizes)},
                 reserve=runs.reserve,
-                limit=self.hardware.limit,
+                limit=self.hardware.memory,
             ),
         )

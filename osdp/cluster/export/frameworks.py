@@ -348,7 +348,7 @@ def _limitations(plan: ClusterPlan) -> tuple[str, ...]:
         strategies = " / ".join(sorted({describe(run.strategy) for stage in plan.runs for run in stage}))
         notes.append(f"strategies chosen item by item ({strategies}): one is written for all")
     if len({slot.nodes for slot in plan.slots}) > 1:
-        notes.append("the nodes of each stage: number them in the order of the stages, rank 0 in the first")
+        notes.append("the nodes of each stage: number them as in nodes.csv, in the order of the stages")
     if plan.layout.token_slices > 1:
         notes.append(f"{plan.layout.token_slices} token slices: stages process whole sequences")
     return tuple(notes)

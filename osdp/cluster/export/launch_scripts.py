@@ -24,6 +24,17 @@ def node_order(slots: Sequence[StageSlot]) -> tuple[int, ...]:
     return tuple(order)
 
 
+def node_table(plan: ClusterPlan, cluster: Cluster) -> str:
+    """The nodes in the order of their ranks as CSV: number, name, first and last rank, stages."""
+    lines, rank = ["node,name,first rank,last rank,stages"], 0
+    for number, kind in enumerate(node_order(plan.slots)):
+        node = cluster.groups[kind].node
+        last = rank + node.devices - 1
+        lines.append(f"{number},{node.name},{rank},{last},{_stages(plan, number)}")
+        rank = last + 1
+    return "\n".join(lines) + "\n"
+
+
 def launch_script(plan: ClusterPlan, cluster: Cluster, program: str) -> str:
     """Shell script that starts ``program`` on one node; its argument is the number of the node."""
     order = node_order(plan.slots)

@@ -123,7 +123,7 @@ def text_table(plans: Sequence[ClusterPlan], cluster: Cluster, steps: int | None
     if not all(plan.fits for plan in plans):
         notes.append("(!) does not fit the memory of its devices")
     if any(plan.may_not_fit for plan in plans):
-        notes.append("(?) fits as predicted, but not at the end of its interval")
+        notes.append("(?) fits as predicted, but not at the end of its interval; --certain leaves it out")
     return "\n".join([align(rows, right=right, narrow=1), *notes])
 
 

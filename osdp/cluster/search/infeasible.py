@@ -138,8 +138,9 @@ def no_plan_error(prices: ClusterPrices, space: LayoutSpace, goal: PlannerGoal) 
     each = {item.value: shape.parameters(item) * prices.workload.weight_bytes for item in prices.kinds}
     layout = least.layout
     others = f" cp={layout.cp}" * (layout.cp > 1) + f" ep={layout.ep}" * (layout.ep > 1)
+    margin = least.spread.peak_high if prices.certain else 1.0
     return InfeasibleError(
-        limit=least.peak.limit,
+        limit=int(least.peak.limit / margin),
         best_peak=least.peak.total,
         largest=[
             LargeOperator(name, size) for name, size in sorted(each.items(), key=lambda pair: -pair[1])[:3]
@@ -148,6 +149,10 @@ def no_plan_error(prices: ClusterPrices, space: LayoutSpace, goal: PlannerGoal) 
             f"the closest to fitting is tp={layout.degrees.tp} pp={layout.degrees.pp} "
             f"dp={layout.degrees.dp}{others}, microbatches of {layout.samples}, {layout.sharding}, "
             f"recompute {layout.recomputation}, {layout.token_slices} token slices",
+            *(
+                ["without --certain: this is what has to be left for errors of predicted peaks"]
+                * prices.certain
+            ),
             "more nodes, or devices with more memory",
             "a smaller global batch, a shorter sequence, or --zero 3 --recomputation full if excluded",
         ),

@@ -141,6 +141,21 @@ def test_an_estimate_has_context_parallelism(words: list[str], capsys: pytest.Ca
     assert "1/1/2 cp2" in printed and "context parallelism" in printed
 
 
+def test_peaks_may_have_to_fit_whatever_is_measured(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # Where nearly all of a device is reserved most layouts fit only as predicted.
+    tight = ["--reserve", "16.7GiB", "--top", "5", "--json", str(tmp_path / "rows.json")]
+    found = []
+    for more in ([], ["--certain"]):
+        run("cluster", "plan", *words, *tight, *more)
+        found.append(json.loads((tmp_path / "rows.json").read_text(encoding="utf8")))
+    assert any(row["may be oom"] for row in found[0]) and "--certain leaves it out" in capsys.readouterr().out
+    assert found[1] and not any(row["may be oom"] or row["is_oom"] for row in found[1])
+    seconds = [rows[0]["estimated time(s/step)"] for rows in found]
+    assert seconds[0] <= seconds[1]
+
+
 #: Fields of a small mixture of experts.
 MIXTURE = ["--set", "experts=4", "--set", "experts_per_token=2", "--set", "expert_width=512"]
 
@@ -175,8 +190,10 @@ def test_other_frameworks_get_what_the_runtime_does_not_have(
         run("cluster", command, *words, *degrees, "--sequence-parallel", "--export", str(folder))
         printed = capsys.readouterr().out
         assert "FlashAttention, sequence parallelism" in printed
-        assert {path.name for path in folder.iterdir()} == {*names, "exports.txt"}
+        assert {path.name for path in folder.iterdir()} == {*names, "exports.txt", "nodes.csv"}
         assert all(name in printed for name in names)
+        nodes = (folder / "nodes.csv").read_text(encoding="utf8").splitlines()
+        assert nodes[0].startswith("node,name,first rank") and nodes[1:] == ["0,A100,0,1,0", "1,A10,2,3,0"]
         assert "CUDA_DEVICE_MAX_CONNECTIONS=1" in (folder / "exports.txt").read_text(encoding="utf8")
         arguments = (folder / "megatron_args.sh").read_text(encoding="utf8")
         assert "--context-parallel-size 2" in arguments and "--sequence-parallel" in arguments
@@ -295,6 +312,7 @@ def test_a_plan_is_written_that_runs_and_how_to_start_it(
             "has the architecture of gpt2: learnt positions=True where a llama",
         ),
         (["--virtual-stages", "3", "--schedule", "1f1b"], "needs --schedule interleaved, not 1f1b"),
+        (["--virtual-stages", "2", "--pp", "1"], "--virtual-stages 2 needs several stages, but --pp is 1"),
         (["--virtual-stages", "4", "--pp", "2"], "interleaved needs 4 x pp=2 stages, more than the 6 items"),
         (["--cp", "3"], "cp=3 needs sequences of 6 equal parts, which 128 tokens do not have"),
         (["--cp", "2", "--no-flash"], "cp=2 needs FlashAttention"),
@@ -328,6 +346,7 @@ def test_a_plan_is_written_that_runs_and_how_to_start_it(
         (["--recomputation", "selective"], "use --no-flash, or --recomputation full"),
         (["--token-slices", "3"], "3 token slices do not divide the 128 tokens of a sequence"),
         (["--micro-batch", "3"], "microbatches of 3 do not divide the global batch of 8"),
+        (["--reserve", "22GiB", "--certain"], "without --certain: this is what has to be left"),
         (["--reserve", "22.48GiB"], "nothing fits the memory limit of 22.49 GiB: .*\n.*embedding"),
     ],
 )
