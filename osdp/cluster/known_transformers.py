@@ -236,7 +236,8 @@ def shape_from_config(config: Mapping[str, Any], name: str, sequence: int | None
     if not found.get("experts"):
         found = {field: value for field, value in found.items() if field not in _OF_EXPERTS}
     elif config.get("n_shared_experts"):
-        found["shared_width"] = config["n_shared_experts"] * found["expert_width"]
+        width = found.get("expert_width", found.get("feed_forward", 0))
+        found["shared_width"] = config["n_shared_experts"] * width
     if not config.get("is_encoder_decoder"):
         found.pop("decoder_layers", None)
     elif "decoder_layers" not in found:

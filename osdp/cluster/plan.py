@@ -178,6 +178,8 @@ class ParallelLayout:
     ep: int = 1
 
     def __post_init__(self) -> None:
+        if self.replicas % self.ep:
+            raise ValueError(f"ep={self.ep} does not divide the {self.replicas} ranks with the same weights")
         if self.virtual_stages and not self.schedule_kind.more_stages:
             raise ValueError(
                 f"{self.schedule} has a fixed number of stages a rank, not {self.virtual_stages}"

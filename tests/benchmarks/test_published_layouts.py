@@ -51,7 +51,11 @@ def test_seconds_follow_from_rates_where_they_are_not_told() -> None:
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"num_experts": "8"}, "experts"),
+        (
+            {"num_experts": "8", "experts_per_token": "2", "step_seconds": "", "mfu": "0.4"},
+            "time is told by their rate alone",
+        ),
+        ({"num_experts": "8", "experts_per_token": "9"}, "1 to all 8 experts"),
         ({"precision": "fp8"}, "fp8"),
         ({"gpu": "TPU"}, "no data of the GPU"),
         ({"assumptions": "checkpoints are kept in host memory"}, "activations in host memory"),
@@ -62,6 +66,14 @@ def test_seconds_follow_from_rates_where_they_are_not_told() -> None:
 def test_rows_without_terms_say_why(fields: dict[str, str], reason: str) -> None:
     with pytest.raises(NotExpressibleError, match=reason):
         case_of(changed(KORTHIKANTI, **fields))
+
+
+def test_experts_are_divided_over_the_ranks_that_are_told() -> None:
+    case = case_of(ROWS["dgxc-grok1-314b-512gpu"])
+    shape = case.workload.shape
+    assert {layout.ep for layout in case.layouts} == {8}
+    assert (shape.experts, shape.experts_per_token, shape.expert_inner) == (8, 2, 32768)
+    assert shape.num_parameters / 1e9 == pytest.approx(314, rel=0.02)
 
 
 def test_layouts_have_the_context_ranks_and_the_stages_a_rank_that_are_told() -> None:

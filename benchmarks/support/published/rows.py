@@ -271,6 +271,8 @@ def _seconds(
         return float(row["step_seconds"]), "step_seconds"
     if rate := row.get("tokens_per_second_per_gpu"):
         return batch * shape.sequence / float(rate) / gpus, "tokens_per_second_per_gpu"
+    if shape.experts and (row.get("tflops_per_gpu") or row.get("mfu")):
+        raise NotExpressibleError("operations of experts, whose time is told by their rate alone")
     hardware = row.get("tflops_counts") == "hardware" and layout.recompute is RecomputeLayers.FULL
     if rate := row.get("tflops_per_gpu"):
         return flops(shape, batch, recomputed=hardware) / (float(rate) * 1e12) / gpus, "tflops_per_gpu"

@@ -148,6 +148,8 @@ def estimate(
             f"it does not fit: it needs {format_bytes(plan.peak.total)}, the limit is "
             f"{format_bytes(plan.peak.limit)}"
         )
+    elif request.certain and plan.may_not_fit:
+        typer.echo("it is not certain to fit: at the end of its interval the peak is more than the limit")
     typer.echo("")
     typer.echo(breakdown(plan, prices.cluster, prices.workload.shape))
     if export is not None:

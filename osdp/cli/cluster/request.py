@@ -264,6 +264,8 @@ def _require_measured(
         for gpu, count in Counter(found.gpu for found in profiles).items()
         if count > 1
     ]
+    if profiles and shape.experts:
+        faults.append(f"{shape.name} has experts, and osdp cluster layers measures layers of one kind")
     if profiles and (other := sorted(changed - {"layers", "name", "sequence"})):
         faults.append(f"--set {', '.join(other)} changes the layers that were measured")
     if faults:

@@ -16,7 +16,7 @@ class ItemPrices:
         experts: All-to-alls of tokens over expert-parallel ranks, including recomputed ones.
         shards: Exposed all-gathers and reduce-scatters of each microbatch.
         parameters: Parameter count on a rank before data-parallel sharding.
-        across: The same of all the ranks together that divide experts among them: what sharding divides.
+        undivided: The same with all experts, of which a rank may have a part.
         kept: Bytes saved from its forward to its backward.
         working: Transient bytes during its own backward.
     """
@@ -29,7 +29,7 @@ class ItemPrices:
     experts: float
     shards: float
     parameters: int
-    across: int
+    undivided: int
     kept: int
     working: int
 

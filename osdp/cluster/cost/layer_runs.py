@@ -28,14 +28,14 @@ class RunBatch:
         stop: Item after the last one.
         parameters: Parameter count that each run adds to its stage; a weight that an earlier run of the same
             stage also uses is counted there only.
-        across: The same of the ranks together that divide experts.
+        undivided: The same with all experts, of which a rank may have a part.
     """
 
     strategy: int
     start: Indices
     stop: Indices
     parameters: Floats
-    across: Floats
+    undivided: Floats
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,13 +96,13 @@ class RunPrices:
     def whole(self, strategy: int, start: Indices, stop: Indices) -> list[RunBatch]:
         """Stages whose items all have one strategy."""
         own = self.priced[strategy]
-        return [RunBatch(strategy, start, stop, own.parameters[start, stop], own.across[start, stop])]
+        return [RunBatch(strategy, start, stop, own.parameters[start, stop], own.undivided[start, stop])]
 
     def split(
         self, strategies: tuple[int, int], start: Indices, cut: Indices, stop: Indices
     ) -> list[RunBatch]:
         """Stages of two runs."""
-        numbers = (self.priced[0].parameters, self.priced[0].across)
+        numbers = (self.priced[0].parameters, self.priced[0].undivided)
         first = [each[start, cut] for each in numbers]
         second = [each[start, stop] - own for each, own in zip(numbers, first, strict=True)]
         return [RunBatch(strategies[0], start, cut, *first), RunBatch(strategies[1], cut, stop, *second)]
@@ -119,7 +119,7 @@ class RunPrices:
                     self._layouts[part.strategy],
                     self.hardware,
                     part.parameters,
-                    part.across,
+                    part.undivided,
                     self._backward(part),
                 )
                 for part in parts
@@ -131,7 +131,7 @@ class RunPrices:
         return _sum(
             [
                 self.prices.update_seconds(
-                    self._layouts[part.strategy], self.hardware, part.parameters, part.across
+                    self._layouts[part.strategy], self.hardware, part.parameters, part.undivided
                 )
                 for part in parts
             ]
@@ -162,7 +162,7 @@ class RunPrices:
         weights = gradients = states = working = update = np.zeros(())
         for part in parts:
             own, strategy = self.priced[part.strategy], self.strategies[part.strategy]
-            numbers = part.parameters, part.across
+            numbers = part.parameters, part.undivided
             of_weights, of_gradients, of_states = prices.parameter_bytes(strategy, layout, *numbers)
             weights = weights + np.ceil(of_weights)
             gradients = gradients + np.ceil(of_gradients)

@@ -329,7 +329,7 @@ def _with_experts(
     rows = -(-copies // here // _PADDED) * _PADDED
     inner = shape.expert_inner // tp
     ups = 2 if shape.gated else 1
-    weights = here * (ups + 1) * inner * h * width
+    weights = (here * (ups + 1) * inner + shape.experts) * h * width
     inside = copies * inner * width
     scores = tokens * shape.experts * SINGLE // split
     return replace(
@@ -349,7 +349,8 @@ def _with_experts(
         + 3 * weights,
         kernels=shared.kernels + _ROUTING_KERNELS,
         # Tensor-parallel ranks gather the copies, of which there are several for each token.
-        summed_bytes=shared.summed_bytes * (1 + shape.experts_per_token) // 2,
+        # Beside those of attention and of a block that all tokens visit: half of them are counted as sums.
+        summed_bytes=shared.summed_bytes * (1 + shape.experts_per_token + bool(shape.shared_width)) // 2,
         # The experts' inputs; the router's probabilities multiply what their activation function returns.
         kept_bytes=shared.kept_bytes
         + routed

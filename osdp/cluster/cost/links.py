@@ -34,6 +34,11 @@ class Ring:
         part = (self.size - 1) / self.size
         return self._latency + part * nbytes / self.link.bandwidth
 
+    @property
+    def seconds_of_byte(self) -> float:
+        """What each byte of the tensor adds to these."""
+        return (self.size - 1) / self.size / self.link.bandwidth
+
     def reduce_seconds(self, nbytes: float) -> float:
         """Seconds of an all-reduce of a tensor of ``nbytes``."""
         return 2 * self.scatter_seconds(nbytes)
@@ -84,6 +89,7 @@ class SlotHardware:
         tensor: Ring of a tensor-parallel group.
         data: Ring of the ranks that hold the same weights: a data-parallel group, of all context-parallel
             ranks together.
+        expert_data: Ring of the ranks that hold the same experts.
         context: Ring of a context-parallel group.
         experts: An expert-parallel group.
         within: Link to the next stage in the same node.
@@ -95,6 +101,7 @@ class SlotHardware:
     limit: int
     tensor: Ring
     data: Ring
+    expert_data: Ring
     context: Ring
     experts: AllToAll
     within: NetworkLink
@@ -123,7 +130,8 @@ def slot_hardware(
     devices = min(kind.devices for kind in kinds)
     senders = min(devices, ranks)
     network = _slowest([within, _share(out, tp)])
-    # Expert-parallel groups are the next after context-parallel ones in the order of ranks.
+    # Expert-parallel groups are consecutive ranks of those with the same weights. So many of one are in a
+    # node, whose link carries a ring of holders of the same experts for each of them.
     near = math.gcd(layout.ep, max(devices // tp, 1)) if crosses else layout.ep
     memory = min(kind.gpu.memory for kind in kinds)
     return SlotHardware(
@@ -132,6 +140,9 @@ def slot_hardware(
         limit=int(memory / margin),
         tensor=Ring(tp, within),
         data=Ring(layout.replicas, network if crosses else within),
+        expert_data=Ring(
+            layout.replicas // layout.ep, _slowest([within, _share(out, tp * near)]) if crosses else within
+        ),
         # Groups that do not fill nodes evenly are as slow as those that cross from one to the next.
         context=Ring(cp, network if crosses and devices % (tp * cp) else within),
         experts=AllToAll(layout.ep, near, within, _share(out, senders)),

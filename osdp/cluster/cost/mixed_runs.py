@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from osdp.cluster.cost.layer_runs import Indices, RunPrices
 from osdp.cluster.cost.stage import Floats
-from osdp.cluster.transformer import LAYERS
+from osdp.cluster.transformer import LAYERS, Item
 
 
 @dataclass(frozen=True)
@@ -157,20 +157,21 @@ def _alike(runs: RunPrices, start: Indices, stop: Indices, rank: Indices) -> tup
 def _pairs(runs: RunPrices) -> list[tuple[int, int]]:
     """Strategies to try for a stage: ``(i, i)`` for one run, ``(i, j)`` and ``(j, i)`` for two.
 
-    Only strategies on the Pareto front of bytes and seconds at some pipeline rank count.
+    Only strategies on the Pareto front of bytes and seconds of some kind of layer, at some pipeline rank.
     """
-    nbytes, value = layer_points(runs)
     pairs: set[tuple[int, int]] = set()
-    for column in range(nbytes.shape[1]):
-        order = sorted(
-            range(len(value)), key=lambda strategy: (nbytes[strategy, column], value[strategy], strategy)
-        )
-        front = [
-            strategy
-            for at, strategy in enumerate(order)
-            if all(value[strategy] < value[o] for o in order[:at])
-        ]
-        pairs |= {(strategy, strategy) for strategy in front} | set(permutations(front, 2))
+    for kind in runs.prices.kinds:
+        if kind not in LAYERS:
+            continue
+        nbytes, value = layer_points(runs, kind)
+        for column in nbytes.T:
+            order = sorted(range(len(value)), key=lambda each: (column[each], value[each], each))
+            front = [
+                strategy
+                for at, strategy in enumerate(order)
+                if all(value[strategy] < value[o] for o in order[:at])
+            ]
+            pairs |= {(strategy, strategy) for strategy in front} | set(permutations(front, 2))
     return sorted(pairs)
 
 
@@ -191,22 +192,17 @@ def _candidates(runs: RunPrices) -> list[tuple[int, int, tuple[int, int]]]:
     ]
 
 
-def layer_points(runs: RunPrices) -> tuple[Floats, Floats]:
+def layer_points(runs: RunPrices, kind: Item) -> tuple[Floats, Floats]:
     """Bytes of a layer, shape ``(strategies, pp)``, and the seconds it adds to a step, ``(strategies,)``."""
     nbytes, value = np.zeros((len(runs.strategies), len(runs.held))), np.zeros(len(runs.strategies))
-    where = _first_layer(runs)
+    where = runs.prices.items.index(kind)
     for number, priced in enumerate(runs.priced):
-        layer = priced.items[runs.prices.items[where]]
+        layer = priced.items[kind]
         parts = runs.whole(number, np.array(where), np.array(where + 1))
-        stored = _stored(runs, number, np.array(layer.parameters), np.array(layer.across))
+        stored = _stored(runs, number, np.array(layer.parameters), np.array(layer.undivided))
         nbytes[number] = stored + layer.kept * runs.held
         value[number] = runs.step_seconds(np.array(layer.seconds), runs.end_seconds(parts))
     return nbytes, value
-
-
-def _first_layer(runs: RunPrices) -> int:
-    """Index of the first layer in the chain; it stands for all of them."""
-    return next(at for at, item in enumerate(runs.prices.items) if item in LAYERS)
 
 
 def lower_hull(nbytes: Floats, value: Floats) -> list[int]:
@@ -292,26 +288,28 @@ def _prefix(runs: RunPrices, strategy: int) -> Floats:
     """Bytes of all items before each position, by pipeline rank; shape ``(pp, I + 1)``."""
     priced = runs.priced[strategy]
     found: Floats = (
-        _stored(runs, strategy, _numbers(runs), _numbers(runs, across=True))[None, :]
+        _stored(runs, strategy, _numbers(runs), _numbers(runs, undivided=True))[None, :]
         + priced.kept[0][None, :] * runs.held[:, None]
         + priced.logits[0][None, :] * runs.held_by_head
     )
     return found
 
 
-def _stored(runs: RunPrices, strategy: int, parameters: Floats, across: Floats) -> Floats:
+def _stored(runs: RunPrices, strategy: int, parameters: Floats, undivided: Floats) -> Floats:
     """Bytes of weights, gradients and optimizer states with a strategy; arguments as in ``ItemPrices``."""
-    weights, *others = runs.prices.parameter_bytes(runs.strategies[strategy], runs.layout, parameters, across)
+    weights, *others = runs.prices.parameter_bytes(
+        runs.strategies[strategy], runs.layout, parameters, undivided
+    )
     return sum(others, weights)
 
 
-def _numbers(runs: RunPrices, *, across: bool = False) -> Floats:
+def _numbers(runs: RunPrices, *, undivided: bool = False) -> Floats:
     """Parameter count of all items before each position, as if nothing were tied; shape ``(I + 1,)``.
 
-    On a rank, or ``across`` the ranks that divide experts.
+    Of a rank, with its part of the experts or, ``undivided``, with all of them.
     """
     items = runs.priced[0].items
-    counts = {kind: float(item.across if across else item.parameters) for kind, item in items.items()}
+    counts = {kind: float(item.undivided if undivided else item.parameters) for kind, item in items.items()}
     return np.concatenate([[0.0], np.cumsum([counts[item] for item in runs.prices.items])])
 
 

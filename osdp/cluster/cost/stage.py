@@ -69,11 +69,11 @@ class StagePrices:
         return total - self._stored_once
 
     @cached_property
-    def across(self) -> Floats:
-        """The same of all the ranks together that divide experts among them."""
+    def undivided(self) -> Floats:
+        """The same with all experts, of which a rank may have a part."""
         if self._layout.ep == 1:
             return self.parameters
-        return self._sum({kind: item.across for kind, item in self.items.items()}) - self._stored_once
+        return self._sum({kind: item.undivided for kind, item in self.items.items()}) - self._stored_once
 
     @cached_property
     def _stored_once(self) -> Floats:
@@ -107,7 +107,9 @@ class StagePrices:
         """Seconds after the last microbatch: gradient collectives and the optimizer step."""
         # The backward matters only where it can hide gradient collectives.
         backward = self.backward if self._prices.workload.overlap else 0.0
-        return self._prices.end_seconds(self._layout, self.hardware, self.parameters, self.across, backward)
+        return self._prices.end_seconds(
+            self._layout, self.hardware, self.parameters, self.undivided, backward
+        )
 
     def _sum(self, values: Mapping[Item, float]) -> Floats:
         """Sum of a value per kind of item over the items of each stage."""
@@ -214,7 +216,7 @@ class ClusterPrices:
         layout: ParallelLayout,
         hardware: SlotHardware,
         parameters: Floats,
-        across: Floats,
+        undivided: Floats,
         backward: Floats | float,
     ) -> Floats:
         """Exposed seconds of the collectives at the end of a step.
@@ -226,7 +228,7 @@ class ClusterPrices:
             layout: Degrees and sharding.
             hardware: Devices and links of the slot.
             parameters: Parameter count on a rank before data-parallel sharding; any shape.
-            across: The same of the ranks together that divide experts; likewise.
+            undivided: The same with all experts; likewise.
             backward: Seconds of the last backward, behind which reductions can hide.
 
         Returns:
@@ -235,41 +237,38 @@ class ClusterPrices:
         if layout.replicas == 1:
             return np.zeros_like(parameters)
         load, ring = self.workload, hardware.data
-        passed = _passed(layout, parameters, across)
-        reduced, gathered = passed * load.reduce_bytes, passed * load.weight_bytes
-        scale = (ring.size - 1) / ring.size / ring.link.bandwidth
-        fixed = ring.scatter_seconds(0.0)
+        fixed, of_byte = ring.scatter_seconds(0.0), _seconds_of_byte(layout, hardware, parameters, undivided)
         zero = layout.strategy.zero
         # In units of one reduce-scatter; an all-reduce costs two.
         scatters = {0: 2, 1: 1}.get(zero, 0)
-        reduction = scatters * (fixed + reduced * scale)
+        reduction = scatters * (fixed + load.reduce_bytes * of_byte)
         exposed = reduction - load.overlap * np.minimum(reduction, backward)
         if zero in (1, 2):
-            exposed = exposed + fixed + gathered * scale
+            exposed = exposed + fixed + load.weight_bytes * of_byte
         return np.where(parameters > 0, exposed, 0.0)
 
     def update_seconds(
-        self, layout: ParallelLayout, hardware: SlotHardware, parameters: Floats, across: Floats
+        self, layout: ParallelLayout, hardware: SlotHardware, parameters: Floats, undivided: Floats
     ) -> Floats:
         """Seconds of the optimizer step: gradients are read, weights and states are read and written."""
         load = self.workload
         moved = load.gradient_bytes + 2 * (load.weight_bytes + load.state_bytes)
-        held = self.updated(layout.strategy, layout, parameters, across)
+        held = self.updated(layout.strategy, layout, parameters, undivided)
         slowest = min(gpu.memory_bandwidth for gpu in hardware.gpus)
         seconds: Floats = held * (moved / (slowest * self.rates.memory_share))
         return seconds
 
     def updated(
-        self, strategy: LayerStrategy, layout: ParallelLayout, parameters: Floats, across: Floats
+        self, strategy: LayerStrategy, layout: ParallelLayout, parameters: Floats, undivided: Floats
     ) -> Floats:
-        """Parameters that a rank's optimizer updates; ``across`` as for :meth:`gradient_seconds`."""
-        return across / layout.replicas if strategy.zero else parameters
+        """Parameters that a rank's optimizer updates; ``undivided`` as for :meth:`gradient_seconds`."""
+        return undivided / layout.replicas if strategy.zero else parameters
 
     def parameter_bytes(
-        self, strategy: LayerStrategy, layout: ParallelLayout, parameters: Floats, across: Floats
+        self, strategy: LayerStrategy, layout: ParallelLayout, parameters: Floats, undivided: Floats
     ) -> tuple[Floats, Floats, Floats]:
         """Bytes of weights, gradients and optimizer states that a rank keeps; arguments as above."""
-        load, sharded = self.workload, across / layout.replicas
+        load, sharded = self.workload, undivided / layout.replicas
         sizes = ((load.weight_bytes, 3), (load.gradient_bytes, 2), (load.state_bytes, 1))
         weights, gradients, states = (
             (sharded if strategy.zero >= stage else parameters) * size for size, stage in sizes
@@ -280,6 +279,7 @@ class ClusterPrices:
         """Bytes of each device outside of PyTorch's allocator: its context, and a communicator an axis."""
         degrees = layout.degrees
         axes = sum(ranks > 1 for ranks in (degrees.pp, degrees.dp, degrees.tp, layout.cp, layout.ep))
+        axes += 1 < layout.ep < layout.replicas  # those who hold the same experts
         return self.workload.reserve + axes * self.workload.communicator_bytes
 
     def _item(self, item: Item, layout: ParallelLayout, hardware: SlotHardware) -> ItemPrices:
@@ -312,7 +312,7 @@ class ClusterPrices:
         routing = 2 * (2 + full) * hardware.experts.seconds(work.routed_bytes) if work.routed_bytes else 0.0
         shape, degrees = self.workload.shape, layout.degrees
         parameters = shape.parameters(item, degrees.tp, layout.ep)
-        across = parameters + (layout.ep - 1) * shape.expert_parameters(item, degrees.tp, layout.ep)
+        undivided = parameters + (layout.ep - 1) * shape.expert_parameters(item, degrees.tp, layout.ep)
         return ItemPrices(
             compute=slices * (forward + backward),
             recompute=slices * recomputed,
@@ -325,12 +325,12 @@ class ClusterPrices:
             shards=self._shards(
                 layout,
                 hardware,
-                float(_passed(layout, np.array(parameters), np.array(across))),
+                float(_seconds_of_byte(layout, hardware, np.array(parameters), np.array(undivided))),
                 slices * forward,
                 slices * (backward + recomputed),
             ),
             parameters=parameters,
-            across=across,
+            undivided=undivided,
             kept=_held(slices * kept + _cache_bytes(work, slices), lost),
             working=_held(work.working_bytes + (work.kept_bytes - kept) + exchanged, lost),
         )
@@ -399,14 +399,17 @@ class ClusterPrices:
         return self._factors[key]
 
     def _shards(
-        self, layout: ParallelLayout, hardware: SlotHardware, passed: float, forward: float, backward: float
+        self, layout: ParallelLayout, hardware: SlotHardware, of_byte: float, forward: float, backward: float
     ) -> float:
-        """Exposed seconds of the collectives that ZeRO 2 and 3 run in every microbatch."""
-        load, zero = self.workload, layout.strategy.zero
-        if zero < 2 or layout.replicas == 1 or not passed:
+        """Exposed seconds of the collectives that ZeRO 2 and 3 run in every microbatch.
+
+        ``of_byte`` is what :func:`_seconds_of_byte` gives for an item.
+        """
+        load, zero, fixed = self.workload, layout.strategy.zero, hardware.data.scatter_seconds(0.0)
+        if zero < 2 or layout.replicas == 1 or not of_byte:
             return 0.0
-        scatter = hardware.data.scatter_seconds(passed * load.reduce_bytes)
-        gather = hardware.data.scatter_seconds(passed * load.weight_bytes) if zero == 3 else 0.0
+        scatter = fixed + load.reduce_bytes * of_byte
+        gather = fixed + load.weight_bytes * of_byte if zero == 3 else 0.0
         return _exposed_seconds(gather, forward, load.overlap) + _exposed_seconds(
             gather + scatter, backward, load.overlap
         )
@@ -418,34 +421,40 @@ class ClusterPrices:
             return item.working
         # Gradients of this item, and those of the item before while they are reduced
         # (osdp.cost.sharding.simulate).
-        whole = 2 * load.reduce_bytes * item.parameters if zero >= 2 else 0
+        moved = item.parameters
+        if layout.replicas == layout.ep > 1:  # experts are on one rank each
+            moved -= (item.undivided - item.parameters) // (layout.ep - 1)
+        whole = 2 * load.reduce_bytes * moved if zero >= 2 else 0
         # This item's weights, and those of the next item while they are prefetched.
-        return item.working + whole + (2 * load.weight_bytes * item.parameters if zero == 3 else 0)
+        return item.working + whole + (2 * load.weight_bytes * moved if zero == 3 else 0)
 
     def end_seconds(
         self,
         layout: ParallelLayout,
         hardware: SlotHardware,
         parameters: Floats,
-        across: Floats,
+        undivided: Floats,
         backward: Floats | float,
     ) -> Floats:
         """Seconds after the last microbatch: gradient collectives and the optimizer step."""
-        exchanged = self.gradient_seconds(layout, hardware, parameters, across, backward)
-        exchanged += self.update_seconds(layout, hardware, parameters, across)
+        exchanged = self.gradient_seconds(layout, hardware, parameters, undivided, backward)
+        exchanged += self.update_seconds(layout, hardware, parameters, undivided)
         return exchanged
 
 
-def _passed(layout: ParallelLayout, parameters: Floats, across: Floats) -> Floats:
-    """Parameters whose collective over all replicas takes as long as those that are run.
+def _seconds_of_byte(
+    layout: ParallelLayout, hardware: SlotHardware, parameters: Floats, undivided: Floats
+) -> Floats:
+    """Seconds of a reduce-scatter or an all-gather of one byte for each parameter, without its latency.
 
-    Experts are replicated on fewer ranks: ``replicas / ep``. A rank sends ``(n - 1) / n`` of what ``n`` ranks
-    share, which for all its parameters together is ``parameters - across / replicas``.
+    Experts are reduced over the ranks that hold the same ones, everything else over all replicas.
     """
-    if layout.ep == 1 or layout.replicas == 1:
-        return parameters
-    passed: Floats = (parameters * layout.replicas - across) / (layout.replicas - 1)
-    return passed
+    if layout.ep == 1:
+        return parameters * hardware.data.seconds_of_byte
+    experts = (undivided - parameters) / (layout.ep - 1)
+    of_byte = hardware.data.seconds_of_byte, hardware.expert_data.seconds_of_byte
+    seconds: Floats = (parameters - experts) * of_byte[0] + experts * of_byte[1]
+    return seconds
 
 
 def _held(nbytes: int, lost: float) -> int:

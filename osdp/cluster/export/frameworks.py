@@ -95,7 +95,7 @@ def megatron(plan: ClusterPlan, workload: Workload, half: str) -> Export:
         flags.append("disable-bias-linear")
     if shape.experts:
         words |= _megatron_experts(shape, layout.ep)
-        flags.append("moe-grouped-gemm")
+        flags += ["moe-grouped-gemm"] * (not shape.biases)  # which it asserts
     if not shape.tied:
         flags.append("untie-embeddings-and-output-weights")
     text = [f"--{name} {value}" for name, value in words.items()] + [f"--{flag}" for flag in flags]
@@ -104,7 +104,7 @@ def megatron(plan: ClusterPlan, workload: Workload, half: str) -> Export:
     if degrees.tp > 1 or layout.cp > 1:
         notes.append("an environment variable: GPUs before Blackwell need CUDA_DEVICE_MAX_CONNECTIONS=1")
     if shape.experts and degrees.tp > 1 and not workload.sequence_parallel:
-        notes.append("tensor parallelism beside experts without sequence parallelism: add it there and here")
+        notes.append("tensor parallelism beside experts: refused there without sequence parallelism")
     zero = layout.strategy.zero
     recomputes = {run.strategy.recompute for stage in plan.runs for run in stage}
     text += _megatron_recomputation(plan, shape, recomputes)
@@ -287,11 +287,16 @@ def torchtitan(plan: ClusterPlan, workload: Workload, half: str) -> Export:
         "training.global_batch_size": layout.samples * layout.microbatches * degrees.dp,
         "activation_checkpoint.mode": layout.recomputation,
     }
+    notes = ["today's version: since August 2026 it has no such flags, but a configuration in Python"]
     if layout.cp > 1:
         words["parallelism.context_parallel_degree"] = layout.cp
-    if layout.ep > 1:
+    if layout.ep > 1 and sharded and not layout.ep % layout.cp:
         words["parallelism.expert_parallel_degree"] = layout.ep
-    notes = ["today's version: since August 2026 it has no such flags, but a configuration in Python"]
+    elif layout.ep > 1:
+        # torchtitan/distributed/parallel_dims.py
+        notes.append(f"ep={layout.ep}: it divides experts over sharded ranks alone, a multiple of cp")
+    if layout.ep > 1 and degrees.tp > 1:
+        notes.append(f"ep={layout.ep} beside tp={degrees.tp}: it does not split experts over the latter")
     if not (shape.gated and shape.causal):
         notes.append(f"{shape.name}: its models are Llama and similar ones")
     if half != "bfloat16":

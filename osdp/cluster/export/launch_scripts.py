@@ -1,9 +1,11 @@
-"""Launch scripts of a cluster plan: torchrun on every node, and a batch script for Slurm.
+"""Launch scripts of a cluster plan: torchrun on every node, a batch script for Slurm, a table of the nodes.
 
 Ranks are numbered along the stages: nodes are listed in the order of the stages placed on them, and this
 order gives each its ``--node-rank``, so that rank 0 is in the first stage.
 """
 
+import csv
+import io
 from collections.abc import Sequence
 from itertools import groupby
 
@@ -26,13 +28,15 @@ def node_order(slots: Sequence[StageSlot]) -> tuple[int, ...]:
 
 def node_table(plan: ClusterPlan, cluster: Cluster) -> str:
     """The nodes in the order of their ranks as CSV: number, name, first and last rank, stages."""
-    lines, rank = ["node,name,first rank,last rank,stages"], 0
+    text, rank = io.StringIO(), 0
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(("node", "name", "first rank", "last rank", "stages"))
     for number, kind in enumerate(node_order(plan.slots)):
         node = cluster.groups[kind].node
         last = rank + node.devices - 1
-        lines.append(f"{number},{node.name},{rank},{last},{_stages(plan, number)}")
+        writer.writerow((number, node.name, rank, last, _stages(plan, number)))
         rank = last + 1
-    return "\n".join(lines) + "\n"
+    return text.getvalue()
 
 
 def launch_script(plan: ClusterPlan, cluster: Cluster, program: str) -> str:

@@ -166,7 +166,7 @@ def _layer_bytes(prices: ClusterPrices, place: _Place, strategy: int, held: Floa
 
 
 def _numbers_of(item: ItemPrices) -> tuple[Floats, Floats]:
-    return np.array(float(item.parameters)), np.array(float(item.across))
+    return np.array(float(item.parameters)), np.array(float(item.undivided))
 
 
 def _max_layers(prices: ClusterPrices, place: _Place, held: Floats) -> Floats:
@@ -299,9 +299,9 @@ def _end(prices: ClusterPrices, place: _Place) -> float:
     total -= shared * prices.tied_numbers(layout)
     # The end is linear in both counts, so that it is on average at most what it is at worst.
     ends = _numbers_of(items[Item.EMBEDDING]), _numbers_of(items[Item.HEAD])
-    parameters, across = np.array([total / layout.degrees.pp, *ends]).T  # (3,) each
+    parameters, undivided = np.array([total / layout.degrees.pp, *ends]).T  # (3,) each
     # An infinitely long backward hides as much communication as possible.
     return min(
-        float(prices.end_seconds(uniform, place.hardware, parameters, across, math.inf).max())
+        float(prices.end_seconds(uniform, place.hardware, parameters, undivided, math.inf).max())
         for uniform in place.layouts
     )

@@ -9,6 +9,7 @@ from osdp.cluster.cost.step import price
 from osdp.cluster.plan import ClusterPlan
 from osdp.cluster.search.objectives import Objective, PlannerGoal, best_plans, parts_of
 from osdp.cluster.search.space import (
+    LONG_SEQUENCE,
     Family,
     LayoutSpace,
     cells_of,
@@ -76,10 +77,13 @@ def check_space(prices: ClusterPrices, space: LayoutSpace, *, parts: bool = Fals
     ):
         product = " x ".join(f"{name}={value}" for name, value in given.items())
         faults.append(f"{product} does not make the {world} devices there are")
-    for ep in space.ep:
-        replicas = (space.dp or (0,))[0] * (space.cp or (1,))[0]
-        if replicas % ep:
-            faults.append(f"ep={ep} does not divide the dp x cp = {replicas} ranks with the same weights")
+    pairs = [(dp, cp) for dp in space.dp for cp in space.cp or (1,)]
+    if space.dp and (space.cp or load.shape.sequence < LONG_SEQUENCE):
+        faults += [
+            f"ep={ep} does not divide the dp x cp = {pairs[0][0] * pairs[0][1]} ranks with the same weights"
+            for ep in space.ep
+            if all(dp * cp % ep for dp, cp in pairs)
+        ]
     # 3. Stages, token slices and strategies.
     for pp in space.pp:
         if pp > len(prices.items):

@@ -4,13 +4,14 @@ import dataclasses
 
 import pytest
 
+from osdp.cluster.cost.even_step import EvenSteps
 from osdp.cluster.cost.layer_work import layer_work
 from osdp.cluster.cost.links import AllToAll
 from osdp.cluster.cost.stage import ClusterPrices
 from osdp.cluster.cost.step import price
 from osdp.cluster.hardware import NetworkLink
 from osdp.cluster.known_transformers import SHAPES, shape_from_config
-from osdp.cluster.plan import ClusterPlan, ParallelLayout, RecomputeLayers, Workload
+from osdp.cluster.plan import ClusterPlan, ParallelLayout, RecomputeLayers, StageSlot, Workload
 from osdp.cluster.search.space import cells_of
 from osdp.cluster.transformer import Item, TransformerShape
 from osdp.plan.dims import ParallelDims
@@ -89,13 +90,17 @@ def test_experts_are_stored_once_for_each_group_and_sharded_over_the_groups(zero
 
 def test_gradients_of_experts_are_reduced_among_those_who_hold_them() -> None:
     sparse = dataclasses.replace(EXPERTS, dense_layers=0)
-    seconds = {ep: plan_of(ep, shape=sparse).seconds.gradients for ep in (1, 2, 8)}
-    assert seconds[8] < seconds[2] < seconds[1]
-    # With the experts divided over all ranks the rest is left, with a router.
     rest = dataclasses.replace(
         sparse, experts=0, experts_per_token=0, expert_width=0, shared_width=0, feed_forward=128
     )
-    assert seconds[8] == pytest.approx(plan_of(1, shape=rest).seconds.gradients, rel=0.02)
+    without = plan_of(1, shape=rest).seconds.gradients
+    of_experts = {ep: plan_of(ep, shape=sparse).seconds.gradients - without for ep in (1, 2, 4, 8)}
+    # With the experts divided over all ranks the rest is left, with a router.
+    assert of_experts[8] < 0.02 * of_experts[1]
+    # A ring crosses from one node of four to the other for each rank of a node, however few experts each has:
+    # (n - 1) / n of what n ranks share, 8 or 4 or 2 of them.
+    assert of_experts[2] / of_experts[1] == pytest.approx((3 / 4) / (7 / 8), rel=0.02)
+    assert of_experts[4] / of_experts[1] == pytest.approx((1 / 2) / (7 / 8), rel=0.02)
 
 
 def test_tokens_travel_to_experts_and_back_in_both_passes() -> None:
@@ -113,6 +118,28 @@ def test_an_all_to_all_sends_into_the_node_and_out_of_it_at_once() -> None:
     assert AllToAll(4, 4, within, between).seconds(80.0) == 0.5 + 0.6
     assert AllToAll(8, 4, within, between).seconds(80.0) == 2.0 + 4.0
     assert AllToAll(8, 1, within, between).seconds(80.0) == 2.0 + 7.0
+
+
+def test_experts_of_one_rank_alone_are_not_gathered() -> None:
+    prices = ClusterPrices(NODES, Workload(shape=EXPERTS, global_batch=16))
+    added = {}
+    for ep in (4, 8):
+        layout = ParallelLayout(ParallelDims(1, 8, 1), 1, 2, zero=3, ep=ep)
+        item = prices.item_prices(layout, StageSlot((2,)))[Item.EXPERT_LAYER]
+        added[ep] = prices.working_bytes(layout, item) - item.working
+    rest, expert = EXPERTS.parameters(Item.EXPERT_LAYER, ep=8), 3 * 256 * 512
+    # Weights and gradients of two layers at a time, of 2 bytes each; of four ranks each has two experts.
+    assert added == {4: 8 * (rest + expert), 8: 8 * (rest - expert)}
+
+
+def test_ranks_that_do_not_divide_have_no_experts_in_common() -> None:
+    with pytest.raises(ValueError, match="ep=3 does not divide the 4 ranks with the same weights"):
+        ParallelLayout(ParallelDims(1, 4, 1), 1, 1, ep=3)
+
+
+def test_steps_of_experts_are_not_fitted() -> None:
+    with pytest.raises(ValueError, match="layers with experts, as experts has them, cannot be fitted"):
+        EvenSteps(ClusterPrices(NODES, Workload(shape=EXPERTS, global_batch=8)))
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from osdp.cluster.hardware import Cluster
 from osdp.cluster.plan import ClusterPlan, LayerStrategy, ParallelLayout, RecomputeLayers, StageSlot, Workload
 from osdp.cluster.search.layouts import arrange, best_layouts
 from osdp.cluster.search.space import LayoutSpace, cells_of
+from osdp.cluster.transformer import Item
 from osdp.model.training import Training
 from osdp.plan.dims import ParallelDims
 from tests.helpers.clusters import GIB, SLOW, cluster, node_type, shape, workload
@@ -61,7 +62,7 @@ def test_no_runs_of_two_ways_are_better_by_more_than_an_item(megabytes: int, loa
     prices = prices_of(megabytes, load)
     slot = StageSlot((1,))
     runs, stages = RunPrices(prices, MIXED, slot), StagePricer(prices, MIXED, slot)
-    value = layer_points(runs)[1]
+    value = layer_points(runs, Item.LAYER)[1]
     ways = range(len(runs.strategies))
     last = len(load.shape.items)
     for rank, (start, stop) in ((0, (0, 7)), (0, (0, 4)), (0, (0, 11)), (1, (7, last)), (1, (10, last))):

@@ -75,13 +75,20 @@ def test_precision_dropout_positions_and_overlap_are_exported() -> None:
 EXPERTS = replace(
     LOAD,
     shape=replace(
-        LOAD.shape, experts=8, experts_per_token=2, expert_width=256, shared_width=512, dense_layers=2
+        LOAD.shape,
+        biases=False,
+        experts=8,
+        experts_per_token=2,
+        expert_width=256,
+        shared_width=512,
+        dense_layers=2,
     ),
 )
 
 
-def plan_of_experts(ep: int, tp: int = 1) -> ClusterPlan:
-    layout = ParallelLayout(ParallelDims(1, 8 // tp, tp), 1, tp, zero=1, ep=ep)
+def plan_of_experts(ep: int, tp: int = 1, *, cp: int = 1, zero: int = 1) -> ClusterPlan:
+    dp = 8 // tp // cp
+    layout = ParallelLayout(ParallelDims(1, dp, tp), 1, 8 // dp, zero=zero, ep=ep, cp=cp)
     return price(ClusterPrices(NODES, EXPERTS), layout, (0, 8), [StageSlot((2,))])
 
 
@@ -96,7 +103,14 @@ def test_experts_are_exported_where_they_exist() -> None:
     assert "--parallelism.expert_parallel_degree '4'" in torchtitan.text
     for export in (deepspeed, accelerate):
         assert any(note.startswith("ep=4: ") for note in export.notes)
-    assert any("beside experts" in note for note in exports(plan_of_experts(2, 2), EXPERTS)[0].notes)
+    # What is refused there, or done otherwise.
+    notes = [" ".join(each.notes) for each in exports(plan_of_experts(2, 2), EXPERTS)]
+    assert "refused there without sequence parallelism" in notes[0] and "ep=2 beside tp=2" in notes[3]
+    for plan in (plan_of_experts(4, zero=0), plan_of_experts(2, cp=4)):
+        torchtitan = exports(plan, EXPERTS)[3]
+        assert "expert_parallel_degree" not in torchtitan.text and "a multiple of cp" in torchtitan.notes[1]
+    biased = replace(EXPERTS, shape=replace(EXPERTS.shape, biases=True))
+    assert "--moe-grouped-gemm" not in exports(plan_of_experts(4), biased)[0].text
     assert not any("expert" in each.text or "moe" in each.text for each in exports(plan_of(1, 8), LOAD))
 
 
