@@ -2,6 +2,7 @@
 
 Start at :func:`osdp.comm.collectives.set_route`.
 
+- ``bucket_layouts``: how tensors lie in one flat buffer
 - ``averaging``: means over ranks
 - ``groups``: meshes and communicators of neighbouring ranks, each made once
 - ``collectives``: all-gather and reduce-scatter over links of two speeds

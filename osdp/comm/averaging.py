@@ -39,10 +39,13 @@ class Reduction:
 
     def start_exchange(self, parts: Sequence[torch.Tensor]) -> PartExchange | None:
         """Start to add up the part of this rank alone, given that of each; ``None`` for the only rank."""
-        return None if self._alone else PartExchange(parts, self.group)
+        if self._alone:
+            return None
+        # Where the backend averages gradients are not scaled before.
+        return PartExchange(parts, self.group, mean=self._op == dist.ReduceOp.AVG)
 
     def finish(self, work: dist.Work | PartExchange) -> None:
-        """Wait until what :meth:`start` returned has ended."""
+        """Wait until what was started has ended."""
         if isinstance(work, PartExchange):
             work.finish(self.wait)
         else:

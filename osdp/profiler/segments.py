@@ -79,8 +79,8 @@ def profile_batches(
         loss_fn: As for the description.
         param_dtype: Dtype that parameters and floating-point inputs are cast to, as FSDP2's
             ``MixedPrecisionPolicy(param_dtype)`` does.
-        repeats: Number of plain runs, and of clocked runs; the results are medians over them. While they
-            differ too much there are up to three times as many.
+        repeats: Number of runs of each kind; the results are medians over them. While plain runs differ too
+            much there are up to three times as many.
         progress: Whether to show a progress bar.
 
     Returns:
@@ -182,6 +182,8 @@ class _Runs:
         self._sweep = sweep
         self._plain: dict[bool, list[Seconds]] = defaultdict(list)
         self._clocked: dict[TraceMoment, list[Seconds]] = defaultdict(list)
+        #: Of an accelerator that the host is ahead of.
+        self._kernels: dict[TraceMoment, list[float]] = defaultdict(list)
         self._pieces: dict[TraceMoment, int] = {}
         self._intervals: list[Interval] = []
 
@@ -196,12 +198,11 @@ class _Runs:
         forward, backward = _time_run(self.model, self._clock, self._sweep)
         timings, self._intervals = _time_intervals(self.model, self._clock, self._sweep)
         if self._clock.issues:
-            ahead = {moment: seconds.host for moment, (seconds, _) in timings.items()}
+            ahead = {moment: seconds.host / pieces for moment, (seconds, pieces) in timings.items()}
             kernels, _ = _time_intervals(self.model, self._clock, self._sweep, ahead)
-            timings = {
-                moment: (Seconds(kernels[moment][0].device, seconds.host), pieces)
-                for moment, (seconds, pieces) in timings.items()
-            }
+            if counts:
+                for moment, (seconds, _) in kernels.items():
+                    self._kernels[moment].append(seconds.device)
         if not counts:
             return
         self._plain[False].append(forward)
@@ -213,24 +214,30 @@ class _Runs:
     def seconds(self) -> dict[TraceMoment, Seconds]:
         """Medians by pass and index of the segment; see the module for what is taken off them."""
         places = self.model.segments(self._intervals)
-        empty = self._clock.empty_seconds() if self._clock.issues else 0.0
         result: dict[TraceMoment, Seconds] = defaultdict(lambda: Seconds(0.0, 0.0))
-        for is_backward, totals in self._plain.items():
-            own = {m: runs for m, runs in self._clocked.items() if m.backward == is_backward}
-            shares = []
-            for part in range(len(Seconds._fields)):
-                medians = {m: median(run[part] for run in runs) for m, runs in own.items()}
-                shares.append(_subtract_clock(medians, self._pieces, median(run[part] for run in totals)))
-            if self._clock.issues:
-                shares[0] = {
-                    m: max(median(run.device for run in runs) - empty * self._pieces[m], 0.0)
-                    for m, runs in own.items()
-                }
-            for moment in own:
+        for is_backward in self._plain:
+            device = self._kernel_seconds() if self._clock.issues else self._share(is_backward, 0)
+            host = self._share(is_backward, 1)
+            for moment in host:
                 place = TraceMoment(is_backward, places[moment.interval])
-                device, host = (share[moment] for share in shares)
-                result[place] = Seconds(result[place].device + device, result[place].host + host)
+                known = result[place]
+                result[place] = Seconds(known.device + device.get(moment, 0.0), known.host + host[moment])
         return result
+
+    def _share(self, is_backward: bool, part: int) -> dict[TraceMoment, float]:
+        """How the plain seconds of a pass divide over its moments: those of the device, 0, or the host, 1."""
+        own = {m: runs for m, runs in self._clocked.items() if m.backward == is_backward}
+        medians = {m: median(run[part] for run in runs) for m, runs in own.items()}
+        total = median(run[part] for run in self._plain[is_backward])
+        return _subtract_clock(medians, self._pieces, total)
+
+    def _kernel_seconds(self) -> dict[TraceMoment, float]:
+        """Seconds of an accelerator's kernels, without what each reading of the clock takes."""
+        empty = self._clock.empty_seconds()
+        return {
+            moment: max(median(runs) - empty * self._pieces.get(moment, 1), 0.0)
+            for moment, runs in self._kernels.items()
+        }
 
 
 def _time_run(reduced: ReducedModel, clock: Clock, sweep: Callable[[], object]) -> tuple[Seconds, Seconds]:

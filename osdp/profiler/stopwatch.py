@@ -44,7 +44,7 @@ class Instant(NamedTuple):
 #: Cycles of the kernel by which idle kernels are timed: about half a millisecond.
 _CYCLES = 10**6
 
-#: Seconds that a device is idle for at once, at most: a host that waited for something is not waited for.
+#: Seconds that a device is idle for at once, at most: a host that waited for the device issues nothing then.
 _LONGEST_IDLE = 0.02
 
 
@@ -66,10 +66,11 @@ class Clock:
     def idle(self, seconds: float) -> None:
         """Keep the accelerator from what is issued next for that long, so that the host gets ahead of it."""
         if not self._seconds_of_cycle:
-            idle_kernel(_CYCLES)
-            took, _ = time_call(self, lambda: idle_kernel(_CYCLES))
+            idle_kernel(_CYCLES, self._device)
+            took, _ = time_call(self, lambda: idle_kernel(_CYCLES, self._device))
             self._seconds_of_cycle = took / _CYCLES
-        idle_kernel(max(int(min(seconds, _LONGEST_IDLE) / self._seconds_of_cycle), 1))
+        cycles = max(int(min(seconds, _LONGEST_IDLE) / self._seconds_of_cycle), 1)
+        idle_kernel(cycles, self._device)
 
     def empty_seconds(self) -> float:
         """Seconds between two marks of the accelerator with nothing in between, which every interval has."""
@@ -104,9 +105,9 @@ class Clock:
 class Stopwatch:
     """Observer that times one run; see :class:`osdp.tracing.module_walk.Observer`.
 
-    With ``ahead``, the seconds that the host took to issue each interval, an accelerator waits before every
-    interval until that is over, untimed. Its seconds are then those of the kernels, one after the other:
-    while it waits for the host within an interval, or for a clock to be read, it does not compute.
+    With ``ahead``, the seconds that the host took to issue a piece of each interval, an accelerator waits
+    before every piece until that is over, untimed, for 20 ms at most. Its seconds are then those of the
+    kernels, one after the other, without waits for the host, which issues them meanwhile.
     """
 
     def __init__(

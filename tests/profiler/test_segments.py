@@ -243,7 +243,7 @@ def _whole_seconds(model: nn.Module, sample: Any, clock: Clock) -> float:
 class Accelerator(Clock):
     """Simulated: kernels run one after the other, none before the host has issued it."""
 
-    MARK = 3e-5
+    MARK, EVENT = 3e-5, 2e-6
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
@@ -261,7 +261,7 @@ class Accelerator(Clock):
         self.done = max(self.done, self.host) + kernel
 
     def mark(self) -> Instant:
-        self.issue(self.MARK, 0.0)
+        self.issue(self.MARK, self.EVENT)
         return Instant(self.done, self.host)
 
     def idle(self, seconds: float) -> None:

@@ -78,8 +78,7 @@ class ShardGroup:
         All that an optimizer has stepped is sent at once, whatever its units
         (:class:`osdp.comm.collectives.GatherInPlace`): what one message takes counts for large shards, and
         one latency for all together, of which tensors have a share by their bytes: exact if everything is
-        stepped in shards, and less than a latency if only a part is, as costs of units must add up. A
-        reduction by exchange sends the same messages, and adds them up.
+        stepped in shards, and less than a latency if only a part is, as costs of units must add up.
 
         Args:
             nbytes: Bytes of the tensors.

@@ -30,10 +30,10 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from osdp.comm.averaging import Reduction
-from osdp.comm.part_exchange import PartExchange, RowsByRank
+from osdp.comm.bucket_layouts import BucketLayout, InOrder, RowsByRank
+from osdp.comm.part_exchange import PartExchange
 from osdp.runtime.sharding.gradients import AllReduceHook
 from osdp.runtime.sharding.replicated import ParameterSteppedInShards, ReplicatedParameter
-from osdp.torch_private.distributed import views_like
 from osdp.torch_private.dtensor import wrap_like
 
 
@@ -68,16 +68,14 @@ class Bucket:
         # Of SHARD_OPTIMIZER the optimizer sees a shard, of which nothing can be reduced again.
         in_shards = any(isinstance(parameter, ParameterSteppedInShards) for parameter in parameters)
         self._reuses = self._dtype == self._stored_dtype and not in_shards
-        sizes = [parameter.compute.numel() for parameter in parameters]
-        self._offsets = [sum(sizes[:index]) for index in range(len(sizes))]
-        self._gradient_numel = sum(sizes)
-        self._numel = self._gradient_numel + num_flags
+        self._group = reduction.group
+        self._layout = _layout_of(self.parameters, reduction.group.size(), num_flags)
         self._flat: torch.Tensor | None = None
-        #: The part of each parameter in it; empty until they are needed.
-        self._views: list[torch.Tensor] = []
+        #: Where the pieces of each gradient lie in it; empty until they are needed.
+        self._places: Sequence[Sequence[torch.Tensor]] = ()
         #: Earlier gradients that are not the bucket's memory, by index, for as long as users hold them.
         self._earlier: dict[int, weakref.ref[torch.Tensor]] = {}
-        self._content = [_Content.NOTHING] * len(sizes)
+        self._content = [_Content.NOTHING] * len(parameters)
         #: Factor of each parameter's gradient, as settings say.
         self._scales = [self._scale(parameter) for parameter in parameters]
         self._arrived: set[int] = set()
@@ -128,37 +126,30 @@ class Bucket:
                 self._open()
             assert self._flat is not None
             for index, content in enumerate(self._content):
-                if content is _Content.NOTHING:
-                    self._clear(index)  # another rank may have used it
-                elif content is _Content.REDUCED and self._reduction.scale != 1.0:
-                    # Alike on all ranks: scaled, the reduction gives it back as it was.
-                    self._view(index).mul_(self._reduction.scale)
+                if content is _Content.SCALED:
+                    continue
+                for place in self._places_of(index):
+                    if content is _Content.NOTHING:
+                        place.zero_()  # another rank may have used it
+                    elif self._reduction.scale != 1.0:
+                        # Alike on all ranks: scaled, the reduction gives it back as it was.
+                        place.mul_(self._reduction.scale)
             if self._num_flags:
-                sent = self._flags_in(self._flat).fill_(self._reduction.scale)
+                sent = self._layout.extras(self._flat).fill_(self._reduction.scale)
                 if flags:
                     sent.mul_(torch.tensor(flags, device=sent.device))
-        self._work = self._start_reduction(self._flat)
+        if isinstance(self._layout, RowsByRank):
+            self._work = self._reduction.start_exchange(self._layout.regions(self._flat))
+        else:
+            self._work = self._reduction.start(self._flat)
         self.started = True
-
-    def _start_reduction(self, flat: torch.Tensor) -> dist.Work | PartExchange | None:
-        return self._reduction.start(flat)
-
-    def _clear(self, index: int) -> None:
-        self._view(index).zero_()
-
-    def _flags_in(self, flat: torch.Tensor) -> torch.Tensor:
-        """The flags that are sent, ``(..., num_flags)``."""
-        return flat[self._gradient_numel :]
-
-    def _summed_flags(self, flat: torch.Tensor) -> torch.Tensor:
-        return self._flags_in(flat)
 
     def flags_of_any(self) -> list[bool]:
         """Wait for the all-reduce; returns which of its flags are set on any rank."""
         assert self._flat is not None
         if self._work is not None:
             self._reduction.finish(self._work)
-        return [flag > 0 for flag in self._summed_flags(self._flat).tolist()]
+        return [flag > 0 for flag in self._layout.own_extras(self._flat, self._group.rank()).tolist()]
 
     def finish(self, without_gradient: Collection[str]) -> None:
         """Wait for the all-reduce, and pass the gradients to the stored parameters.
@@ -173,11 +164,11 @@ class Bucket:
         with torch.no_grad():
             hook = self._joint_hook
             if hook is not None:
-                hook(flat[: self._gradient_numel])
+                hook(self._layout.without_extras(flat))
             if flat.dtype != self._stored_dtype:
                 # One cast for all; the gradients handed out are views of its result.
-                self._flat = self._without_flags(flat).to(self._stored_dtype)
-                self._views = []
+                self._flat = self._layout.without_extras(flat).to(self._stored_dtype)
+                self._places = ()
             given = self._given()
             content, earlier = self._content, self._earlier
             # Before users' hooks run: they may already start another pass with these parameters.
@@ -187,20 +178,21 @@ class Bucket:
                 held = earlier[index]() if index in earlier else None
                 _hand_over(parameter, None if missing else given[index], held)
 
-    def _without_flags(self, flat: torch.Tensor) -> torch.Tensor:
-        return flat[: self._gradient_numel]
-
     def _given(self) -> list[torch.Tensor]:
         """What the optimizer is to see of each reduced gradient."""
-        views = self._views or self._make_views()
-        return [parameter.own_part(view) for parameter, view in zip(self.parameters, views, strict=True)]
+        if isinstance(self._layout, RowsByRank):
+            flat, rank = self._flat, self._group.rank()
+            assert flat is not None
+            return [self._layout.part(flat, index, rank) for index in range(len(self.parameters))]
+        wholes = [place for (place,) in self._places or self._make_places()]
+        return [parameter.own_part(whole) for parameter, whole in zip(self.parameters, wholes, strict=True)]
 
     def reset(self) -> None:
         """Drop everything that has arrived."""
         if self._work is not None and not self._work.is_completed():
             self._reduction.finish(self._work)
         self._flat = None
-        self._views = []
+        self._places = ()
         self._earlier = {}
         self._work = None
         self.started = False
@@ -224,7 +216,8 @@ class Bucket:
         if self._flat is None and not self._open_with(index, grad):
             self._open()
         parameter.compute.grad = None
-        self._put(index, (self._views or self._make_views())[index], grad)
+        for place, rows in zip(self._places_of(index), self._layout.cut(index, grad), strict=True):
+            self._put(index, place, rows)
         self._content[index] = _Content.SCALED
 
     def _put(self, index: int, view: torch.Tensor, grad: torch.Tensor) -> None:
@@ -254,6 +247,8 @@ class Bucket:
     @property
     def _joint_hook(self) -> AllReduceHook | None:
         """The all-reduce hook if all parameters share it; otherwise hooks are called per parameter."""
+        if self._layout.is_by_rank:
+            return None  # the rows of other ranks are not reduced
         hooks = {id(parameter.path.all_reduce_hook) for parameter in self.parameters}
         return self.parameters[0].path.all_reduce_hook if len(hooks) == 1 else None
 
@@ -283,12 +278,15 @@ class Bucket:
         if self._flat is not None:
             self._content = [_Content.REDUCED] * len(grads)
         else:
-            self._flat = torch.empty(self._numel, dtype=self._dtype, device=self.parameters[0].compute.device)
+            self._flat = torch.empty(
+                self._layout.numel, dtype=self._dtype, device=self.parameters[0].compute.device
+            )
         for index, (parameter, grad) in enumerate(zip(self.parameters, grads, strict=True)):
             if not self._reuses or grad is None:
                 continue
             if self._content[index] is _Content.NOTHING:
-                self._view(index).copy_(grad)
+                for place, rows in zip(self._places_of(index), self._layout.cut(index, grad), strict=True):
+                    place.copy_(rows)
                 self._content[index] = _Content.REDUCED
                 assert parameter.stored.grad is not None
                 # Whoever holds that tensor is to see the sum in it, as autograd would add to it in place.
@@ -299,101 +297,37 @@ class Bucket:
     def _joint_memory(self, grads: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
         """The bucket of an earlier backward, if its gradients are still the views that were handed out."""
         first = grads[0]
+        assert isinstance(self._layout, InOrder)
+        numel, offsets = self._layout.numel, self._layout.offsets
         if first is None or first.dtype != self._dtype:
             return None
         storage = first.untyped_storage()
-        if storage.nbytes() != self._numel * first.itemsize:
+        if storage.nbytes() != numel * first.itemsize:
             return None
         for index, grad in enumerate(grads):
             if (
                 grad is None
                 or grad.untyped_storage().data_ptr() != storage.data_ptr()
-                or grad.storage_offset() != self._offsets[index]
+                or grad.storage_offset() != offsets[index]
                 or grad.stride() != self.parameters[index].compute.stride()
             ):
                 return None
-        return first.as_strided((self._numel,), (1,), 0)
+        return first.as_strided((numel,), (1,), 0)
 
-    def _view(self, index: int) -> torch.Tensor:
-        return (self._views or self._make_views())[index]
+    def _places_of(self, index: int) -> Sequence[torch.Tensor]:
+        return (self._places or self._make_places())[index]
 
-    def _make_views(self) -> list[torch.Tensor]:
+    def _make_places(self) -> Sequence[Sequence[torch.Tensor]]:
         assert self._flat is not None
-        gradients = self._flat[: self._gradient_numel]
-        self._views = views_like(gradients, [parameter.compute for parameter in self.parameters])
-        return self._views
+        self._places = self._layout.places(self._flat)
+        return self._places
 
 
-class ExchangedBucket(Bucket):
-    """Gradients of SHARD_OPTIMIZER of which each rank adds up its own rows: ranks exchange them.
-
-    Args:
-        parameters: As for :class:`Bucket`, all of them stepped in shards.
-        dtype: As there.
-        reduction: As there.
-        num_flags: As there.
-    """
-
-    def __init__(
-        self,
-        parameters: Sequence[ReplicatedParameter],
-        dtype: torch.dtype,
-        reduction: Reduction,
-        num_flags: int = 0,
-    ) -> None:
-        super().__init__(parameters, dtype, reduction, num_flags)
-        group = reduction.group
-        self._rank, self._ranks = group.rank(), group.size()
-        self._rows = RowsByRank([parameter.compute for parameter in parameters], self._ranks, num_flags)
-        self._numel = self._rows.numel
-        #: For each parameter where its rows lie, those of the last ranks apart where they are fewer.
-        self._places: list[list[torch.Tensor]] = []
-
-    def reset(self) -> None:
-        """Drop everything that has arrived."""
-        super().reset()
-        self._places = []
-
-    @property
-    def _joint_hook(self) -> None:
-        return None  # the rows of other ranks are not reduced
-
-    def _places_of(self, index: int) -> list[torch.Tensor]:
-        flat = self._flat
-        assert flat is not None
-        if not self._places:
-            self._places = [self._rows.places(flat, each) for each in range(len(self.parameters))]
-        return self._places[index]
-
-    def _take(self, index: int, parameter: ReplicatedParameter, grad: torch.Tensor) -> None:
-        if self._flat is None and not self._open_with(index, grad):
-            self._open()
-        parameter.compute.grad = None
-        for place, rows in zip(self._places_of(index), self._rows.cut(index, grad), strict=True):
-            self._put(index, place, rows)
-        self._content[index] = _Content.SCALED
-
-    def _clear(self, index: int) -> None:
-        for place in self._places_of(index):
-            place.zero_()
-
-    def _flags_in(self, flat: torch.Tensor) -> torch.Tensor:
-        return self._rows.extras(flat)
-
-    def _summed_flags(self, flat: torch.Tensor) -> torch.Tensor:
-        return self._rows.extras(flat)[self._rank]
-
-    def _start_reduction(self, flat: torch.Tensor) -> PartExchange | None:
-        parts = [self._rows.region(flat, rank) for rank in range(self._ranks)]
-        return self._reduction.start_exchange(parts)
-
-    def _without_flags(self, flat: torch.Tensor) -> torch.Tensor:
-        return flat
-
-    def _given(self) -> list[torch.Tensor]:
-        flat = self._flat
-        assert flat is not None
-        return [self._rows.part(flat, index, self._rank) for index in range(len(self.parameters))]
+def _layout_of(parameters: Sequence[ReplicatedParameter], ranks: int, num_flags: int) -> BucketLayout:
+    tensors = [parameter.compute for parameter in parameters]
+    if all(isinstance(p, ParameterSteppedInShards) and p.by_exchange for p in parameters):
+        return RowsByRank(tensors, ranks, num_flags)
+    return InOrder(tensors, num_flags)
 
 
 def _hand_over(parameter: ReplicatedParameter, grad: torch.Tensor | None, into: torch.Tensor | None) -> None:

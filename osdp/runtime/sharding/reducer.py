@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from osdp.comm.averaging import Reduction
 from osdp.plan.sharding import ShardingPlan
-from osdp.runtime.sharding.buckets import Bucket, ExchangedBucket
+from osdp.runtime.sharding.buckets import Bucket
 from osdp.runtime.sharding.replicated import ParameterSteppedInShards, ReplicatedParameter
 
 
@@ -41,19 +41,20 @@ class GradientReducer:
         groups: list[tuple[list[ReplicatedParameter], torch.dtype]] = []
         # Backward reaches the last unit first, and in it the last parameter.
         for unit in reversed(self._units):
-            by_dtypes: dict[tuple[torch.dtype, torch.dtype], list[ReplicatedParameter]] = {}
+            alike: dict[tuple[torch.dtype, torch.dtype, str], list[ReplicatedParameter]] = {}
             # A bucket has one dtype on the way, and one in which its gradients are handed out.
             for parameter in reversed(unit):
                 if parameter.stored.requires_grad:
                     dtype = self._reduce_dtype or parameter.compute.dtype
-                    by_dtypes.setdefault((dtype, parameter.stored.dtype), []).append(parameter)
-            groups += [(group, dtype) for (dtype, _), group in by_dtypes.items()]
+                    kind = (dtype, parameter.stored.dtype, _lies_apart(parameter))
+                    alike.setdefault(kind, []).append(parameter)
+            groups += [(group, dtype) for (dtype, *_), group in alike.items()]
         num_parameters = sum(len(group) for group, _ in groups)
         # A last bucket with one parameter has no room for flags: that gradient may itself be the bucket.
         self._carries_flags = self._reduction.carries_flags and bool(groups) and len(groups[-1][0]) > 1
         flags = [0] * (len(groups) - 1) + [num_parameters if self._carries_flags else 0]
         buckets = [
-            _kind_of_bucket(group)(group, dtype, self._reduction, num_flags)
+            Bucket(group, dtype, self._reduction, num_flags)
             for (group, dtype), num_flags in zip(groups, flags, strict=False)
         ]
         self.buckets = tuple(buckets)
@@ -141,9 +142,15 @@ class GradientReducer:
             self._next += 1
 
 
-def _kind_of_bucket(parameters: Sequence[ReplicatedParameter]) -> type[Bucket]:
-    exchanged = all(isinstance(p, ParameterSteppedInShards) and p.by_exchange for p in parameters)
-    return ExchangedBucket if exchanged else Bucket
+def _lies_apart(parameter: ReplicatedParameter) -> str:
+    """Its name if ranks exchange unequally many of its rows, else nothing.
+
+    Beside others it would leave gaps in their bucket (:mod:`osdp.comm.bucket_layouts`): a position embedding
+    with a single row has the size of the whole for each rank.
+    """
+    if not (isinstance(parameter, ParameterSteppedInShards) and parameter.by_exchange):
+        return ""
+    return "" if len(parameter.compute) % parameter.group.size() == 0 else parameter.name
 
 
 def replicated_units(

@@ -3,6 +3,7 @@
 That it trains as a single process does is in tests/test_parity.py and the habits; here is what is its own.
 """
 
+import copy
 import io
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -17,8 +18,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from osdp import OSDP, PlanMismatchError
+from osdp.comm.averaging import Reduction
 from osdp.plan.sharding import Mode
 from osdp.runtime import ShardedModel, apply
+from osdp.runtime.sharding.reducer import GradientReducer
 from osdp.runtime.sharding.replicated import ParameterSteppedInShards
 from tests.helpers.distributed import run
 from tests.helpers.plans import plan_by_hand, step_by_exchange
@@ -131,6 +134,47 @@ def trained(name: str, by_exchange: bool) -> float:
 @pytest.mark.parametrize("name", CHANGES)
 def test_changes_between_steps_reach_all_ranks(name: str, by_exchange: bool) -> None:
     assert max(run(4, trained, name, by_exchange)) < 1e-12
+
+
+class Positioned(nn.Module):
+    """Rows that four ranks share evenly, and a single row, as a position embedding may have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.position = nn.Parameter(torch.ones(1, 4, 8))
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(x + self.position).tanh())
+
+
+def exchanged_without_gaps() -> tuple[list[int], float]:
+    """Elements of each bucket, and the difference from a single process after a step."""
+    torch.manual_seed(0)
+    model = Positioned().double()
+    reference = copy.deepcopy(model)
+    running = applied(model, by_exchange=True)
+    averaging = Reduction(dist.group.WORLD, lambda work: work.wait())
+    reducer = GradientReducer([list(running.parameters.replicated)], None, averaging)
+    sizes = [bucket._layout.numel for bucket in reducer.buckets]
+    world = dist.get_world_size()
+    for rank in range(world):
+        (loss_of(reference, rank) / world).backward()
+    loss_of(model, dist.get_rank()).backward()
+    optimizers = [torch.optim.Adam(net.parameters(), lr=0.1) for net in (model, reference)]
+    for optimizer in optimizers:
+        optimizer.step()
+    model(batch(0))
+    pairs = zip(whole(running), reference.parameters(), strict=True)
+    return sizes, max((got - want).abs().max().item() for got, want in pairs)
+
+
+def test_what_ranks_share_unevenly_lies_apart_and_nothing_is_padded() -> None:
+    """A position embedding of one row took its size once for every rank, and was sent as often."""
+    for sizes, difference in run(4, exchanged_without_gaps):
+        even = 16 * 8 + 16 + 4 * 16 + 4
+        flags = 5 * 4  # one for each parameter, to each rank
+        assert sorted(sizes) in ([32, even], [32, even + flags]) and difference < 1e-12
 
 
 class Choices(nn.Module):
