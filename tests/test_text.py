@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from osdp.text import format_bytes, format_seconds, parse_bytes
+from osdp.text import align, format_bytes, format_seconds, parse_bytes
 
 
 @pytest.mark.parametrize(
@@ -66,3 +66,10 @@ def test_formatted_bytes_are_read_back_within_their_digits(size: int) -> None:
 )
 def test_seconds(seconds: float, text: str) -> None:
     assert format_seconds(seconds) == text
+
+
+def test_words_of_a_narrow_column_are_broken_at_hyphens_alone() -> None:
+    """Half of a node's name read as another GPU: an A100-80GB became an A10."""
+    table = align([("nodes", "x"), ("2 H100 + 2 A100-80GB", "y" * 102)], narrow=0)
+    first = [line[:6].strip() for line in table.splitlines()]
+    assert first == ["nodes", "------", "2 H100", "+ 2", "A100-", "80GB"]

@@ -211,6 +211,15 @@ def shape_from_config(config: Mapping[str, Any], name: str, sequence: int | None
     own = {field.name for field in dataclass_fields(TransformerShape)}
     if "layers" in config:
         return TransformerShape(**{"name": name, **{key: config[key] for key in own & set(config)}})
+    word = str(config.get("model_type", ""))
+    if config.get("kv_lora_rank"):
+        raise ValueError(f"{name} ({word}) has latent attention (kv_lora_rank), which has no price here")
+    if word not in _KINDS:
+        raise ValueError(
+            f"the configuration of {name} has the model_type {word!r}, which is not supported; there are "
+            f"{', '.join(_KINDS)}. Specify the fields of a TransformerShape instead "
+            f"({', '.join(sorted(own))}), if they describe the model"
+        )
     found = {
         field: next(config[key] for key in keys if config.get(key) is not None)
         for field, keys in _FIELDS.items()
@@ -222,14 +231,6 @@ def shape_from_config(config: Mapping[str, Any], name: str, sequence: int | None
     if missing := [f"{field} ({' or '.join(_FIELDS[field])})" for field in needed if field not in found]:
         raise ValueError(
             f"the configuration of {name} lacks {', '.join(missing)}; no default is assumed, please add it"
-        )
-    word = str(config.get("model_type", ""))
-    if word not in _KINDS:
-        latent = " (its latent attention has no price)" if config.get("kv_lora_rank") else ""
-        raise ValueError(
-            f"the configuration of {name} has the model_type {word!r}, which is not supported{latent}; there "
-            f"are {', '.join(_KINDS)}. Specify the fields of a TransformerShape instead "
-            f"({', '.join(sorted(own))}), if they describe the model"
         )
     kind = _KINDS[word]
     _require_every_layer(config, name)

@@ -110,14 +110,16 @@ class TransformerShape:
             return
         if not 1 <= self.experts_per_token <= self.experts:
             raise ValueError(
-                f"model {self.name!r}: each token visits 1 to all {self.experts} experts, not "
-                f"experts_per_token={self.experts_per_token}"
+                f"model {self.name!r}: a token visits 1 to {max(self.experts, 1)} of experts={self.experts}, "
+                f"but experts_per_token={self.experts_per_token}"
             )
-        if not 0 <= self.dense_layers < self.layers or self.decoder_layers:
+        if not 0 <= self.dense_layers < self.layers:
             raise ValueError(
-                f"model {self.name!r}: experts need a decoder or an encoder with more than "
-                f"dense_layers={self.dense_layers} of its {self.layers} layers"
+                f"model {self.name!r}: dense_layers={self.dense_layers} leaves none of its {self.layers} "
+                "layers for experts"
             )
+        if self.decoder_layers:
+            raise ValueError(f"model {self.name!r}: encoder-decoders with experts are not supported")
         if min(self.expert_width, self.shared_width) < 0:
             raise ValueError(f"model {self.name!r}: widths of experts cannot be negative")
 
@@ -200,6 +202,15 @@ class TransformerShape:
         """Parameter count of the model; tied parameters count once."""
         total = sum(self.parameters(item) for item in self.items)
         return total - self.tied_copies * self.vocabulary * self.hidden
+
+    @property
+    def active_parameters(self) -> int:
+        """Parameters that a token meets: of experts those that it visits."""
+        if not self.experts:
+            return self.num_parameters
+        visited = self.experts_per_token / self.experts
+        idle = sum(round((1 - visited) * self.expert_parameters(item)) for item in self.items)
+        return self.num_parameters - idle
 
     @cached_property
     def tied_items(self) -> frozenset[Item]:

@@ -55,7 +55,7 @@ def test_seconds_follow_from_rates_where_they_are_not_told() -> None:
             {"num_experts": "8", "experts_per_token": "2", "step_seconds": "", "mfu": "0.4"},
             "time is told by their rate alone",
         ),
-        ({"num_experts": "8", "experts_per_token": "9"}, "1 to all 8 experts"),
+        ({"num_experts": "8", "experts_per_token": "9"}, "1 to 8 of experts=8"),
         ({"precision": "fp8"}, "fp8"),
         ({"gpu": "TPU"}, "no data of the GPU"),
         ({"assumptions": "checkpoints are kept in host memory"}, "activations in host memory"),

@@ -11,6 +11,12 @@ from osdp.cluster.export.launch_scripts import node_table
 from osdp.cluster.plan import ClusterPlan
 from osdp.text import wrapped
 
+#: How the files with words of a command line are given to it.
+_USAGE = (
+    'megatron_args.sh and torchtitan_overrides.sh hold words of a command line: eval "torchrun ... '
+    'pretrain_gpt.py $(cat megatron_args.sh)"'
+)
+
 
 def write_exports(folder: Path, plan: ClusterPlan, prices: ClusterPrices, half: str | None = None) -> None:
     """Write a plan as each framework is told it, and what each cannot express, which is printed as well.
@@ -33,4 +39,5 @@ def write_exports(folder: Path, plan: ClusterPlan, prices: ClusterPrices, half: 
         typer.echo(wrapped(f"written: {told[-1]}"))
     (folder / "nodes.csv").write_text(node_table(plan, prices.cluster), encoding="utf8")
     typer.echo("written: nodes.csv, the nodes in the order of their ranks")
+    told.append(_USAGE)
     (folder / "exports.txt").write_text("\n".join(map(wrapped, told)) + "\n", encoding="utf8")

@@ -12,6 +12,7 @@ from osdp.cli.models import changed_fields, parse_fields, resolve_shape
 from osdp.cli.options import TrustCode
 from osdp.cluster.calibration.calibrate import Calibration
 from osdp.cluster.cost.stage import ClusterPrices
+from osdp.cluster.export.frameworks import MEGATRON_SCHEDULES
 from osdp.cluster.file import load_cluster
 from osdp.cluster.hardware import Cluster
 from osdp.cluster.layer_profile import LayerProfile
@@ -207,6 +208,8 @@ class ClusterRequest:
             ep=_only(self.ep),
             samples=_only(self.micro_batch),
         )
+        if self._is_megatron:
+            space = self._as_megatron_runs(space, workload)
         if self.schedule is not None:
             space = replace(space, schedules=(self.schedule,))
         if self.virtual_stages is not None:
@@ -216,6 +219,30 @@ class ClusterRequest:
         if self.recompute is not None:
             space = replace(space, recompute=(self.recompute_layers,))
         return space if self.zero is None else replace(space, zero=(self.zero_stage,))
+
+    def _as_megatron_runs(self, space: LayoutSpace, workload: Workload) -> LayoutSpace:
+        """Without what Megatron-LM has not: sharded gradients and weights, token slices, choices by layer.
+
+        What is asked for is kept: exports tell that it is not expressed.
+
+        Raises:
+            ValueError: It refuses to train what is asked for.
+        """
+        space = replace(
+            space,
+            zero=(0, 1),
+            token_slices=(1,),
+            recompute=tuple(kind for kind in space.recompute if kind is not None),
+            schedules=tuple(name for name in space.schedules if name in MEGATRON_SCHEDULES),
+        )
+        if workload.shape.experts and not workload.sequence_parallel:
+            if self.tp not in (None, 1):
+                raise ValueError(
+                    "Megatron-LM trains experts beside tensor parallelism with sequence parallelism alone: "
+                    "add --sequence-parallel"
+                )
+            space = replace(space, tp=(1,))
+        return space
 
     @property
     def schedule_name(self) -> str:

@@ -43,8 +43,14 @@ def breakdown(plan: ClusterPlan, cluster: Cluster, shape: TransformerShape) -> s
         else (name, "-", "-", why)
         for name, seconds, why in step_parts(plan)
     ]
+    tokens = layout.samples * layout.microbatches * layout.degrees.dp * shape.sequence
+    active = f", {shape.active_parameters / 1e9:.3g} of them for a token" if shape.experts else ""
+    told = (
+        f"{shape.sequence:,} tokens a sample, {tokens / plan.step_seconds:,.0f} tokens/s; "
+        f"{shape.num_parameters / 1e9:.3g} billion parameters{active}"
+    )
     blocks = [
-        f"{wrapped(head)}\nstep {format_seconds(plan.step_seconds)} "
+        f"{wrapped(head)}\n{wrapped(told)}\nstep {format_seconds(plan.step_seconds)} "
         f"({interval_text(plan.step_interval, format_seconds)} in nine of ten cases){price}{proof}",
         align(rows, right=(1, 2), narrow=3),
         _memory_table(plan, cluster, shape),
@@ -65,6 +71,7 @@ def step_parts(plan: ClusterPlan) -> tuple[tuple[str, float, str], ...]:
         context = [("context parallelism", seconds.context, what)]
     if layout.ep > 1:
         what = f"tokens sent to experts on {layout.ep} ranks and back"
+        replicas += f" (experts over {layout.replicas // layout.ep})"
         context.append(("expert parallelism", seconds.experts, what))
     return (
         ("compute", seconds.compute, "forward and backward of the slowest stage, all microbatches"),

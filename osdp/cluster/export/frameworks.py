@@ -21,7 +21,7 @@ _SHORT = {"bfloat16": "bf16", "float16": "fp16"}
 _WHOLE = "float32"
 
 #: Schedules that these frameworks run.
-_MEGATRON_SCHEDULES, _DEEPSPEED_SCHEDULE = ("1f1b", "interleaved"), "1f1b"
+MEGATRON_SCHEDULES, _DEEPSPEED_SCHEDULE = ("1f1b", "interleaved"), "1f1b"
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,12 +95,20 @@ def megatron(plan: ClusterPlan, workload: Workload, half: str) -> Export:
         flags.append("disable-bias-linear")
     if shape.experts:
         words |= _megatron_experts(shape, layout.ep)
-        flags += ["moe-grouped-gemm"] * (not shape.biases)  # which it asserts
+        # It asserts both.
+        flags += ["moe-grouped-gemm"] * (not shape.biases and half == "bfloat16")
     if not shape.tied:
         flags.append("untie-embeddings-and-output-weights")
     text = [f"--{name} {value}" for name, value in words.items()] + [f"--{flag}" for flag in flags]
     # 2. Recomputation.
-    notes = []
+    notes = ["what a shape does not tell: epsilon of norms, norms of queries and keys, scaling of positions"]
+    if half == "bfloat16" and workload.gradient_bytes < 4:
+        notes.append("gradients in float32, which it keeps: --target megatron-bf16 counts them")
+    if shape.experts:
+        notes.append(
+            "how the router is trained: tokens are taken to be spread evenly, which --moe-aux-loss-coeff (0 "
+            "by default) or a bias is for; and whether its softmax comes first (--moe-router-pre-softmax)"
+        )
     if degrees.tp > 1 or layout.cp > 1:
         notes.append("an environment variable: GPUs before Blackwell need CUDA_DEVICE_MAX_CONNECTIONS=1")
     if shape.experts and degrees.tp > 1 and not workload.sequence_parallel:
@@ -123,7 +131,7 @@ def megatron(plan: ClusterPlan, workload: Workload, half: str) -> Export:
         notes.append("an encoder-decoder: its stages must be specified by hand")
     elif degrees.pp > 1:
         text.append(f"--pipeline-model-parallel-layout '{_megatron_layout(plan, shape)}'")
-    if layout.schedule not in _MEGATRON_SCHEDULES:
+    if layout.schedule not in MEGATRON_SCHEDULES:
         notes.append(f"schedule {layout.schedule}: it runs 1F1B")
     elif layout.stages_per_rank > 1 and layout.microbatches % degrees.pp:
         notes.append(

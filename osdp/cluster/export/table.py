@@ -86,6 +86,14 @@ def _row(
         "token slices": layout.token_slices,
         "cp": layout.cp,
         "ep": layout.ep,
+        "compute time": seconds.compute,
+        "recompute time": seconds.recompute,
+        "TP time": seconds.tensor,
+        "CP time": seconds.context,
+        "EP time": seconds.experts,
+        "ZeRO time": seconds.shards,
+        "P2P time": seconds.sends,
+        "bubble time": seconds.bubble,
         "stages a rank": layout.stages_per_rank,
     }
 

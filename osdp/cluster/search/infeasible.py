@@ -152,7 +152,9 @@ def no_plan_error(prices: ClusterPrices, space: LayoutSpace, goal: PlannerGoal) 
         suggestions=(
             f"the closest to fitting is tp={layout.degrees.tp} pp={layout.degrees.pp} "
             f"dp={layout.degrees.dp}{others}, microbatches of {layout.samples}, {layout.sharding}, "
-            f"recompute {layout.recomputation}, {layout.token_slices} token slices",
+            f"recompute {layout.recomputation}"
+            + f", {layout.token_slices} token slices"
+            * (layout.token_slices > 1),
             *(
                 ["without --certain: this is what has to be left for errors of predicted peaks"]
                 * prices.certain

@@ -217,7 +217,7 @@ def _layouts(workload: Workload, space: LayoutSpace, plain: ParallelLayout) -> I
     shape, degrees = workload.shape, plain.degrees
     for schedule, stages in _schedules(space) if degrees.pp > 1 else ((ONE_STAGE, 1),):
         kind = SCHEDULE_KINDS[schedule]
-        if stages > 1 and (shape.decoder_layers or stages * degrees.pp > len(shape.items)):
+        if stages > 1 and (chunks_fault(shape) or stages * degrees.pp > len(shape.items)):
             continue
         if kind.fills_with_ranks and plain.microbatches < degrees.pp:
             continue
@@ -290,8 +290,8 @@ def strategy_faults(space: LayoutSpace, workload: Workload, world: int) -> list[
     for schedule in space.schedules if len(space.schedules) == 1 else ():
         kind, items = SCHEDULE_KINDS[schedule], len(workload.shape.items)
         stages = min(space.virtual_stages) if kind.more_stages else kind.stages_per_rank
-        if stages > 1 and workload.shape.decoder_layers:
-            faults.append(f"{schedule} does not support encoder-decoders such as {workload.shape.name}")
+        if stages > 1 and (fault := chunks_fault(workload.shape)):
+            faults.append(f"{schedule} {fault}")
         for pp in space.pp:
             if stages * pp > items:
                 faults.append(
@@ -304,6 +304,20 @@ def strategy_faults(space: LayoutSpace, workload: Workload, world: int) -> list[
                 if kind.fills_with_ranks and microbatches < pp:
                     faults.append(f"{schedule} needs at least pp={pp} microbatches, there are {microbatches}")
     return faults
+
+
+def chunks_fault(shape: TransformerShape) -> str | None:
+    """Reason why a rank cannot have several parts of a model; ``None`` if it can.
+
+    A rank is priced by the number of its items, whichever parts these are in: their kinds must not differ.
+    """
+    if shape.decoder_layers:
+        return f"does not support encoder-decoders such as {shape.name}"
+    if shape.dense_layers > 1:
+        return (
+            f"is not priced for {shape.name}, whose first {shape.dense_layers} layers are unlike the others"
+        )
+    return None
 
 
 def tensor_fault(workload: Workload, tp: int) -> str | None:

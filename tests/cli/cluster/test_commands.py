@@ -322,6 +322,10 @@ def test_a_plan_is_written_that_runs_and_how_to_start_it(
         ([*MIXTURE, "--ep", "3"], "ep=3 does not divide the 4 experts of a layer"),
         ([*MIXTURE, "--ep", "4", "--dp", "2"], "ep=4 does not divide the dp x cp = 2 ranks"),
         ([*MIXTURE, "--out", "plan.json"], "no expert parallelism, and gpt2 has experts"),
+        (
+            [*MIXTURE, "--tp", "2", "--target", "megatron-bf16"],
+            "experts beside tensor parallelism with sequence parallelism alone: add --sequence-parallel",
+        ),
         (["--set", "experts_per_token=2"], "has no experts; experts_per_token=2 need experts"),
         (["--zero", "4"], "--zero 4: ZeRO has the stages 0, 1, 2, 3, and mixed"),
         (

@@ -12,7 +12,7 @@ from osdp.cluster.cost.step import price
 from osdp.cluster.hardware import NetworkLink
 from osdp.cluster.known_transformers import SHAPES, shape_from_config
 from osdp.cluster.plan import ClusterPlan, ParallelLayout, RecomputeLayers, StageSlot, Workload
-from osdp.cluster.search.space import cells_of
+from osdp.cluster.search.space import cells_of, chunks_fault
 from osdp.cluster.transformer import Item, TransformerShape
 from osdp.plan.dims import ParallelDims
 from tests.helpers.clusters import FAST, cluster, node_type
@@ -38,6 +38,19 @@ def plan_of(ep: int, dp: int = 8, shape: TransformerShape = EXPERTS, **options: 
 )
 def test_published_models_have_as_many_parameters_as_is_said(name: str, billions: float) -> None:
     assert SHAPES[name].num_parameters / 1e9 == pytest.approx(billions, abs=0.05)
+
+
+def test_a_token_meets_the_experts_that_it_visits() -> None:
+    # Mixtral: 12.9 billion active parameters (Jiang et al., arXiv:2401.04088).
+    assert SHAPES["mixtral-8x7b"].active_parameters / 1e9 == pytest.approx(12.9, abs=0.05)
+    assert SHAPES["llama3-8b"].active_parameters == SHAPES["llama3-8b"].num_parameters
+
+
+def test_a_rank_with_several_parts_has_layers_of_one_kind() -> None:
+    """Interleaved, its dense layers were not those of the chain's first part, which were priced."""
+    for dense, told in ((1, None), (2, "whose first 2 layers are unlike the others")):
+        fault = chunks_fault(dataclasses.replace(EXPERTS, dense_layers=dense))
+        assert fault is None if told is None else told in str(fault)
 
 
 def test_the_first_layers_may_be_dense() -> None:
@@ -146,8 +159,8 @@ def test_steps_of_experts_are_not_fitted() -> None:
     ("fields", "told"),
     [
         ({"experts": 0, "shared_width": 0, "dense_layers": 0, "expert_width": 0}, "need experts"),
-        ({"experts_per_token": 9}, "1 to all 8 experts, not experts_per_token=9"),
-        ({"dense_layers": 4}, "more than dense_layers=4 of its 4 layers"),
+        ({"experts_per_token": 9}, "1 to 8 of experts=8, but experts_per_token=9"),
+        ({"dense_layers": 4}, "dense_layers=4 leaves none of its 4 layers"),
         ({"shared_width": -1}, "cannot be negative"),
     ],
 )
@@ -178,5 +191,5 @@ def test_configurations_of_transformers_are_read() -> None:
     partly = qwen.to_dict() | {"decoder_sparse_step": 2}
     with pytest.raises(ValueError, match="some of its layers alone"):
         shape_from_config(partly, "qwen")
-    with pytest.raises(ValueError, match="latent attention has no price"):
-        shape_from_config(qwen.to_dict() | {"model_type": "deepseek_v3", "kv_lora_rank": 512}, "v3")
+    with pytest.raises(ValueError, match=r"latent attention .* has no price here"):
+        shape_from_config(qwen.to_dict() | {"kv_lora_rank": 512}, "v3")
