@@ -141,8 +141,8 @@ def align(rows: Sequence[Sequence[str]], right: Iterable[int] = (), narrow: int 
     to_right = set(right)
     widths = _widths(rows)
     if narrow is not None:
-        # No word is broken but at a hyphen: half of an A100-80GB reads as an A10.
-        word = max((len(part) for row in rows for part in re.findall(r"[^\s-]+-?", row[narrow])), default=1)
+        # No word is broken: half of an A100-80GB reads as an A10.
+        word = max((len(part) for row in rows for part in row[narrow].split()), default=1)
         width = max(widths[narrow] - max(sum(widths) + 2 * (len(widths) - 1) - WIDTH, 0), word)
         rows = [[*row[:narrow], textwrap.fill(row[narrow], width), *row[narrow + 1 :]] for row in rows]
         widths = _widths(rows)
