@@ -141,13 +141,20 @@ def align(rows: Sequence[Sequence[str]], right: Iterable[int] = (), narrow: int 
     to_right = set(right)
     widths = _widths(rows)
     if narrow is not None:
-        # No word is broken: half of an A100-80GB reads as an A10.
-        word = max((len(part) for row in rows for part in row[narrow].split()), default=1)
-        width = max(widths[narrow] - max(sum(widths) + 2 * (len(widths) - 1) - WIDTH, 0), word)
-        rows = [[*row[:narrow], textwrap.fill(row[narrow], width), *row[narrow + 1 :]] for row in rows]
+        width = max(widths[narrow] - max(sum(widths) + 2 * (len(widths) - 1) - WIDTH, 0), 1)
+        rows = [[*row[:narrow], _fill(row[narrow], width), *row[narrow + 1 :]] for row in rows]
         widths = _widths(rows)
     ruled = [rows[0], ["-" * width for width in widths], *rows[1:]]
     return "\n".join(line for row in ruled for line in _lines(row, widths, to_right))
+
+
+def _fill(cell: str, width: int) -> str:
+    """The cell in lines; a word that is too long is broken at a hyphen first.
+
+    Elsewhere it could read as another name: an A100-80GB as an A10.
+    """
+    words = [word.replace("-", "- ") if len(word) > width else word for word in cell.split()]
+    return textwrap.fill(" ".join(words), width)
 
 
 def _widths(rows: Sequence[Sequence[str]]) -> list[int]:

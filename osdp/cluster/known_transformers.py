@@ -214,12 +214,13 @@ def shape_from_config(config: Mapping[str, Any], name: str, sequence: int | None
     word = str(config.get("model_type", ""))
     if config.get("kv_lora_rank"):
         raise ValueError(f"{name} ({word}) has latent attention (kv_lora_rank), which has no price here")
-    if word not in _KINDS:
-        raise ValueError(
-            f"the configuration of {name} has the model_type {word!r}, which is not supported; there are "
-            f"{', '.join(_KINDS)}. Specify the fields of a TransformerShape instead "
-            f"({', '.join(sorted(own))}), if they describe the model"
-        )
+    unknown = (
+        f"the configuration of {name} has the model_type {word!r}, which is not supported; there are "
+        f"{', '.join(_KINDS)}. Specify the fields of a TransformerShape instead ({', '.join(sorted(own))}), "
+        "if they describe the model"
+    )
+    if word and word not in _KINDS:
+        raise ValueError(unknown)
     found = {
         field: next(config[key] for key in keys if config.get(key) is not None)
         for field, keys in _FIELDS.items()
@@ -232,6 +233,8 @@ def shape_from_config(config: Mapping[str, Any], name: str, sequence: int | None
         raise ValueError(
             f"the configuration of {name} lacks {', '.join(missing)}; no default is assumed, please add it"
         )
+    if word not in _KINDS:
+        raise ValueError(unknown)
     kind = _KINDS[word]
     _require_every_layer(config, name)
     if not found.get("experts"):

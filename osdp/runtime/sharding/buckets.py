@@ -34,6 +34,7 @@ from osdp.comm.bucket_layouts import BucketLayout, InOrder, RowsByRank
 from osdp.comm.part_exchange import PartExchange
 from osdp.runtime.sharding.gradients import AllReduceHook
 from osdp.runtime.sharding.replicated import ParameterSteppedInShards, ReplicatedParameter
+from osdp.torch_private.distributed import storage_uses
 from osdp.torch_private.dtensor import wrap_like
 
 
@@ -41,6 +42,10 @@ class _Content(Enum):
     NOTHING = 0
     SCALED = 1  # a local sum, times the scale
     REDUCED = 2  # an earlier gradient, the same on all ranks, not scaled
+
+
+#: How often the memory of a gradient is held that no other tensor shares: by itself and by who asks.
+_OWN_USES = 2
 
 
 class Bucket:
@@ -266,6 +271,9 @@ class Bucket:
         parameter = self.parameters[index]
         fits = grad.dtype == self._dtype and grad.stride() == parameter.compute.stride()
         if len(self.parameters) > 1 or not fits or parameter.stored.grad is not None:
+            return False
+        # Parameters that are added after a view get views of one gradient: neither may be changed in place.
+        if storage_uses(grad) > _OWN_USES:
             return False
         # In the order of memory, whatever the strides: the view of a channels-last weight has them again.
         self._flat = grad.as_strided((grad.numel(),), (1,))

@@ -177,6 +177,41 @@ def test_what_ranks_share_unevenly_lies_apart_and_nothing_is_padded() -> None:
         assert sorted(sizes) in ([32, even], [32, even + flags]) and difference < 1e-12
 
 
+class Viewed(nn.Module):
+    """Parameters whose gradients are views of one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = (nn.Parameter(torch.rand(5, 8)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return ((self.one.unsqueeze(0) + self.other.unsqueeze(0)) * x[:, None]).square()
+
+
+def gradients_in_one_memory(mode: Mode, by_exchange: bool) -> float:
+    """Difference of the gradients from a single process's."""
+    torch.manual_seed(0)
+    model = Viewed().double()
+    reference = copy.deepcopy(model)
+    world = dist.get_world_size()
+    plan = plan_by_hand(model, mode, world)
+    wrapped = OSDP(model, plan=step_by_exchange(plan) if by_exchange else plan)
+    wrapped(batch(dist.get_rank())).mean().backward()
+    (sum(reference(batch(rank)).mean() for rank in range(world)) / world).backward()
+    found = [p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in wrapped.parameters()]
+    pairs = zip(found, reference.parameters(), strict=True)
+    return max((got - want.grad).abs().max().item() for got, want in pairs)
+
+
+@pytest.mark.parametrize(
+    ("mode", "by_exchange"),
+    [(Mode.SHARD_OPTIMIZER, True), (Mode.SHARD_OPTIMIZER, False), (Mode.NO_SHARD, False)],
+)
+def test_gradients_that_share_memory_are_reduced_apart(mode: Mode, by_exchange: bool) -> None:
+    """A bucket of one parameter is its gradient: scaled in place, it was that of another as well."""
+    assert max(run(2, gradients_in_one_memory, mode, by_exchange)) < 1e-12
+
+
 class Choices(nn.Module):
     """The sum of some of its layers."""
 
