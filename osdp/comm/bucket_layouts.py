@@ -155,7 +155,7 @@ class RowsByRank:
         """The rows of tensor ``index`` that are ``rank``'s.
 
         Where tensors are divided unevenly and lie beside others the buffer has gaps, which are sent as well:
-        callers give those a buffer of their own.
+        callers give those that leave large ones a buffer of their own.
         """
         length, *inner = self._shapes[index]
         rows = self._rows[index]

@@ -7,9 +7,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from osdp.comm.averaging import Reduction
+from osdp.plan.shard_math import padded_numel
 from osdp.plan.sharding import ShardingPlan
 from osdp.runtime.sharding.buckets import Bucket
 from osdp.runtime.sharding.replicated import ParameterSteppedInShards, ReplicatedParameter
+
+#: Elements of a bucket's gaps for one parameter, which plans do not count: more messages would cost more.
+_MOST_GAPS = 1024
 
 
 class GradientReducer:
@@ -143,14 +147,15 @@ class GradientReducer:
 
 
 def _lies_apart(parameter: ReplicatedParameter) -> str:
-    """Its name if ranks exchange unequally many of its rows, else nothing.
+    """Its name if it would leave large gaps in a bucket that ranks exchange, else nothing.
 
-    Beside others it would leave gaps in their bucket (:mod:`osdp.comm.bucket_layouts`): a position embedding
-    with a single row has the size of the whole for each rank.
+    There are gaps where ranks have unequally many of its rows (:mod:`osdp.comm.bucket_layouts`): a position
+    embedding with a single row has the size of the whole for each rank.
     """
     if not (isinstance(parameter, ParameterSteppedInShards) and parameter.by_exchange):
         return ""
-    return "" if len(parameter.compute) % parameter.group.size() == 0 else parameter.name
+    gaps = padded_numel(parameter.compute.shape, parameter.group.size()) - parameter.compute.numel()
+    return parameter.name if gaps > _MOST_GAPS else ""
 
 
 def replicated_units(
