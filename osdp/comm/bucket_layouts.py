@@ -2,8 +2,8 @@
 
 ::
 
-in order   [ w w w b b b e ]                        e: extra elements, such as flags
-by rank    [ w b e | w b e | w b e ]                what is one rank's is sent as one message
+    in order   [ w w w b b b e ]                    e: extra elements, such as flags
+    by rank    [ w b e | w b e | w b e ]            what is one rank's is sent as one message
 """
 
 from collections.abc import Sequence
@@ -21,11 +21,9 @@ class BucketLayout(Protocol):
 
     Attributes:
         numel: Elements of the buffer.
-        is_by_rank: Whether each rank's rows lie together.
     """
 
     numel: int
-    is_by_rank: bool
 
     def places(self, flat: torch.Tensor) -> Sequence[Sequence[torch.Tensor]]:
         """Where the pieces of :meth:`cut` lie, for each tensor."""
@@ -54,8 +52,6 @@ class InOrder:
         numel: Elements of the buffer.
         offsets: Where each tensor begins.
     """
-
-    is_by_rank = False
 
     def __init__(self, tensors: Sequence[torch.Tensor], extra: int = 0) -> None:
         self._tensors = tensors
@@ -97,8 +93,6 @@ class RowsByRank:
     Attributes:
         numel: Elements of the buffer.
     """
-
-    is_by_rank = True
 
     def __init__(self, tensors: Sequence[torch.Tensor], ranks: int, extra: int = 0) -> None:
         self._ranks, self._extra = ranks, extra

@@ -215,8 +215,9 @@ class _Runs:
         """Medians by pass and index of the segment; see the module for what is taken off them."""
         places = self.model.segments(self._intervals)
         result: dict[TraceMoment, Seconds] = defaultdict(lambda: Seconds(0.0, 0.0))
+        kernels = self._kernel_seconds() if self._clock.issues else None
         for is_backward in self._plain:
-            device = self._kernel_seconds() if self._clock.issues else self._share(is_backward, 0)
+            device = self._share(is_backward, 0) if kernels is None else kernels
             host = self._share(is_backward, 1)
             for moment in host:
                 place = TraceMoment(is_backward, places[moment.interval])

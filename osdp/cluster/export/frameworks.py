@@ -13,7 +13,7 @@ from itertools import pairwise
 
 from osdp.cluster.cost.step import nodes_of
 from osdp.cluster.export.breakdown import describe
-from osdp.cluster.plan import ClusterPlan, RecomputeLayers, Workload, chunks, num_layers
+from osdp.cluster.plan import ClusterPlan, ParallelLayout, RecomputeLayers, Workload, chunks, num_layers
 from osdp.cluster.transformer import TransformerShape
 
 #: Short names of 16-bit formats, and what there is none of.
@@ -101,18 +101,7 @@ def megatron(plan: ClusterPlan, workload: Workload, half: str) -> Export:
         flags.append("untie-embeddings-and-output-weights")
     text = [f"--{name} {value}" for name, value in words.items()] + [f"--{flag}" for flag in flags]
     # 2. Recomputation.
-    notes = ["what a shape does not tell: epsilon of norms, norms of queries and keys, scaling of positions"]
-    if half == "bfloat16" and workload.gradient_bytes < 4:
-        notes.append("gradients in float32, which it keeps: --target megatron-bf16 counts them")
-    if shape.experts:
-        notes.append(
-            "how the router is trained: tokens are taken to be spread evenly, which --moe-aux-loss-coeff (0 "
-            "by default) or a bias is for; and whether its softmax comes first (--moe-router-pre-softmax)"
-        )
-    if degrees.tp > 1 or layout.cp > 1:
-        notes.append("an environment variable: GPUs before Blackwell need CUDA_DEVICE_MAX_CONNECTIONS=1")
-    if shape.experts and degrees.tp > 1 and not workload.sequence_parallel:
-        notes.append("tensor parallelism beside experts: refused there without sequence parallelism")
+    notes = _megatron_notes(layout, workload, half)
     zero = layout.strategy.zero
     recomputes = {run.strategy.recompute for stage in plan.runs for run in stage}
     text += _megatron_recomputation(plan, shape, recomputes)
@@ -139,6 +128,24 @@ def megatron(plan: ClusterPlan, workload: Workload, half: str) -> Export:
             "stages"
         )
     return Export("megatron_args.sh", " \\\n".join(text) + "\n", (*notes, *_limitations(plan)))
+
+
+def _megatron_notes(layout: ParallelLayout, workload: Workload, half: str) -> list[str]:
+    """What a model needs that neither its shape nor the layout says."""
+    shape, tp = workload.shape, layout.degrees.tp
+    notes = ["what a shape does not tell: epsilon of norms, norms of queries and keys, scaling of positions"]
+    if half == "bfloat16" and workload.gradient_bytes < 4:
+        notes.append("gradients in float32, which it keeps: --target megatron-bf16 counts them")
+    if shape.experts:
+        notes.append(
+            "how the router is trained: tokens are taken to be spread evenly, which --moe-aux-loss-coeff (0 "
+            "by default) or a bias is for; and whether its softmax comes first (--moe-router-pre-softmax)"
+        )
+    if tp > 1 or layout.cp > 1:
+        notes.append("an environment variable: GPUs before Blackwell need CUDA_DEVICE_MAX_CONNECTIONS=1")
+    if shape.experts and tp > 1 and not workload.sequence_parallel:
+        notes.append("tensor parallelism beside experts: refused there without sequence parallelism")
+    return notes
 
 
 def _megatron_experts(shape: TransformerShape, ep: int) -> dict[str, int | str]:

@@ -73,7 +73,6 @@ class Bucket:
         # Of SHARD_OPTIMIZER the optimizer sees a shard, of which nothing can be reduced again.
         in_shards = any(isinstance(parameter, ParameterSteppedInShards) for parameter in parameters)
         self._reuses = self._dtype == self._stored_dtype and not in_shards
-        self._group = reduction.group
         self._layout = _layout_of(self.parameters, reduction.group.size(), num_flags)
         self._flat: torch.Tensor | None = None
         #: Where the pieces of each gradient lie in it; empty until they are needed.
@@ -154,7 +153,9 @@ class Bucket:
         assert self._flat is not None
         if self._work is not None:
             self._reduction.finish(self._work)
-        return [flag > 0 for flag in self._layout.own_extras(self._flat, self._group.rank()).tolist()]
+        return [
+            flag > 0 for flag in self._layout.own_extras(self._flat, self._reduction.group.rank()).tolist()
+        ]
 
     def finish(self, without_gradient: Collection[str]) -> None:
         """Wait for the all-reduce, and pass the gradients to the stored parameters.
@@ -186,7 +187,7 @@ class Bucket:
     def _given(self) -> list[torch.Tensor]:
         """What the optimizer is to see of each reduced gradient."""
         if isinstance(self._layout, RowsByRank):
-            flat, rank = self._flat, self._group.rank()
+            flat, rank = self._flat, self._reduction.group.rank()
             assert flat is not None
             return [self._layout.part(flat, index, rank) for index in range(len(self.parameters))]
         wholes = [place for (place,) in self._places or self._make_places()]
@@ -252,7 +253,7 @@ class Bucket:
     @property
     def _joint_hook(self) -> AllReduceHook | None:
         """The all-reduce hook if all parameters share it; otherwise hooks are called per parameter."""
-        if self._layout.is_by_rank:
+        if isinstance(self._layout, RowsByRank):
             return None  # the rows of other ranks are not reduced
         hooks = {id(parameter.path.all_reduce_hook) for parameter in self.parameters}
         return self.parameters[0].path.all_reduce_hook if len(hooks) == 1 else None
