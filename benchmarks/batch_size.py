@@ -242,7 +242,8 @@ def _outcome(claim: Claim, row: Row) -> Row:
     plan: Plan = codec.from_json(Plan, row["plan"])
     samples = row["samples"]
     by_sample = {name: [value / samples[name] for value in values] for name, values in row["seconds"].items()}
-    best, ratio = over_best_rival([name for name in samples if name != "osdp"], "osdp", by_sample)
+    rivals = {name: seconds for name, seconds in by_sample.items() if name != "osdp"}
+    best, ratio = over_best_rival(rivals, by_sample["osdp"])
     training = replace(plan.training, local_batch=_samples(plan), microbatches=1)
     expected = reference_losses(CASES[claim.case], training, WORLD_SIZE, 3, cycle=1)[-1]
     found: Row = {
