@@ -199,7 +199,7 @@ class OSDP(Stepped, Wrapped, PlannedModule, nn.Module):
         replaced = before.replaced_by(stored)
         measured = MeasuredSteps(applied.plan, device_of(applied.mesh))
         self.__dict__["_measured"] = measured
-        self.__dict__["_optimizer_check"] = OptimizerCheck(applied, stored.values(), replaced, measured)
+        self.__dict__["_optimizer_check"] = OptimizerCheck(applied, stored, replaced, measured)
         self.training = applied.model.training
 
     @property

@@ -109,8 +109,8 @@ def on_the_spot(name: str, options: DescribeOptions) -> Described:
     dtype = options.param_dtype or cluster.half
     module, sample = model_called(name, parse_fields(options.fields), options.batch or 1, options.seq)
     desc = describe_computed_in(module, sample, dtype)
-    training = Training(
-        optimizer=options.optimizer or "AdamW", param_dtype=dtype, local_batch=desc.local_batch
+    training = Training.stepped_by(
+        options.optimizer or "AdamW", param_dtype=dtype, local_batch=desc.local_batch
     )
     return Described(desc, device, training, None)
 

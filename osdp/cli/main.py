@@ -128,7 +128,7 @@ def profile(
         distributed.init_process_group("nccl" if on_gpus else "gloo")
         mesh = init_device_mesh("cuda" if on_gpus else "cpu", (distributed.get_world_size(),))
     module, sample = build(model, parse_fields(fields), batch, seq)
-    training = Training(optimizer=optimizer, local_batch=batch, param_dtype=param_dtype)
+    training = Training.stepped_by(optimizer, local_batch=batch, param_dtype=param_dtype)
     model_desc = ModelDesc.from_module(module, sample)
     part = make_rank_model(module, SampleBatch.of(sample), model_desc, tp, loss_fn=None, policy=None)
     module, model_desc = part.model, part.desc

@@ -173,7 +173,7 @@ def memory(
         typer.echo(codec.to_json(rows), nl=False)
         return
     typer.echo(
-        f"{found.model_desc.name}, {found.model_desc.num_parameters:,} parameters, {training.optimizer}, "
+        f"{found.model_desc.name}, {found.model_desc.num_parameters:,} parameters, {training.optimizers}, "
         f"{found.device.world_size} x {found.device.kind} of {format_bytes(found.device.memory_limit)}; "
         "at the peak of a step:"
     )

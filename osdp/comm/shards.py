@@ -22,6 +22,16 @@ def part_of(whole: torch.Tensor, dim: int, rank: int, ranks: int, blocks: int = 
     return parts[0] if blocks == 1 else torch.cat(parts, dim)
 
 
+def part_shape(shape: Sequence[int], dim: int, rank: int, ranks: int, blocks: int = 1) -> tuple[int, ...]:
+    """Shape of :func:`part_of` a tensor of ``shape``.
+
+    >>> part_shape((7, 4), 0, 1, 2), part_shape((8, 4), 0, 1, 3, blocks=2)
+    ((3, 4), (4, 4))
+    """
+    length, _ = _bounds(shape[dim] // blocks, rank, ranks)
+    return (*shape[:dim], blocks * length, *shape[dim + 1 :])
+
+
 def join_parts(parts: Sequence[torch.Tensor], dim: int, blocks: int) -> torch.Tensor:
     """The whole tensor, joined from its parts; the inverse of :func:`part_of`."""
     cut = [part.chunk(blocks, dim) for part in parts]
@@ -29,7 +39,12 @@ def join_parts(parts: Sequence[torch.Tensor], dim: int, blocks: int) -> torch.Te
 
 
 def _narrow(tensor: torch.Tensor, dim: int, rank: int, ranks: int) -> torch.Tensor:
-    size = tensor.shape[dim]
+    length, first = _bounds(tensor.shape[dim], rank, ranks)
+    return tensor.narrow(dim, first, length)
+
+
+def _bounds(size: int, rank: int, ranks: int) -> tuple[int, int]:
+    """Length and start of part ``rank`` of ``size``."""
     length = -(-size // ranks)
     first = min(rank * length, size)
-    return tensor.narrow(dim, first, min(length, size - first))
+    return min(length, size - first), first

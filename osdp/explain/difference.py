@@ -65,7 +65,7 @@ def _settings(before: Plan, after: Plan) -> list[tuple[str, str, str]]:
         row("ranks", before.dp, after.dp),
         row("local batch", before.local_batch, after.local_batch),
         row("microbatches", before.training.microbatches, after.training.microbatches),
-        row("optimizer", before.training.optimizer, after.training.optimizer),
+        row("optimizer", before.training.optimizers, after.training.optimizers),
         row("computed in", before.training.param_dtype, after.training.param_dtype),
         *_devices(before, after),
         row(

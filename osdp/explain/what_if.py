@@ -9,7 +9,7 @@ from osdp.explain.scaling import (
     profile_at_batch,
     profile_with_optimizer,
 )
-from osdp.model.training import Training
+from osdp.model.training import MATRIX_OPTIMIZERS, Training
 from osdp.plan.basis import Basis
 from osdp.plan.plan import Plan
 from osdp.search.sharding.planner import Candidate, best_plan
@@ -100,8 +100,8 @@ def changed_basis(
         profiles = tuple(
             profile_with_optimizer(profile, before, trainings[0], device.kind) for profile in profiles
         )
-        if optimizer != before.optimizer:
-            estimated.append(f"the step of {optimizer}, from that of {before.optimizer}")
+        if trainings[0].optimizers != before.optimizers:
+            estimated.append(f"the step of {optimizer}, from that of {before.optimizers}")
     return replace(basis, device=device, trainings=trainings, profiles=profiles), estimated
 
 
@@ -120,7 +120,14 @@ def candidates_of(basis: Basis) -> list[Candidate]:
 
 
 def _with_optimizer(training: Training, optimizer: str) -> Training:
-    if optimizer == training.optimizer:
+    if optimizer == training.optimizers:
+        return training
+    if optimizer in MATRIX_OPTIMIZERS:
+        if training.matrix_optimizer is None:
+            raise ValueError(
+                f"how long {optimizer} takes for whole matrices was not measured; plan again with "
+                f"training=Training(matrix_optimizer={optimizer!r})"
+            )
         return training
     return Training(
         optimizer=optimizer,

@@ -4,6 +4,7 @@ A profile is measured (:mod:`osdp.profiler.segments`) or estimated (:mod:`osdp.p
 of the same type, and ``measured`` distinguishes them.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -12,6 +13,9 @@ from osdp.codec import Savable
 #: From this spread on, runs are repeated, and after that doubted. Six models were profiled in quiet with
 #: spreads from 0.005 to 0.043 (one thread of a 2-core x86-64 machine, 2026-11).
 UNSTABLE = 0.1
+
+#: Newton-Schulz iterations of ``torch.optim.Muon`` by default.
+ITERATIONS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +68,31 @@ class SegmentProfile:
 
 
 @dataclass(frozen=True, slots=True)
+class MatrixProfile:
+    """Time in which one rank orthogonalizes a matrix.
+
+    Attributes:
+        per_matrix: Seconds of any matrix.
+        per_flop: Seconds of an operation of its matrix products.
+    """
+
+    per_matrix: float
+    per_flop: float
+
+    def seconds(self, shape: Sequence[int]) -> float:
+        """Seconds of a matrix of this shape, by torch's default number of iterations.
+
+        Each is a matrix's square, the square of that, and a product with the matrix.
+        """
+        low, high = sorted(shape)
+        return self.per_matrix + self.per_flop * ITERATIONS * (4 * low * low * high + 2 * low**3)
+
+    def scaled(self, factor: float) -> "MatrixProfile":
+        """Steps that take ``factor`` times as long."""
+        return MatrixProfile(factor * self.per_matrix, factor * self.per_flop)
+
+
+@dataclass(frozen=True, slots=True)
 class OptimizerProfile:
     """Time of an optimizer step: a cost per tensor plus ``per_byte * local parameter bytes``.
 
@@ -73,12 +102,15 @@ class OptimizerProfile:
             all other plans.
         per_byte: Seconds per byte of local parameters.
         spread: How far the measured steps differ, as in :class:`SegmentProfile`.
+        matrices: What the step of a matrix takes beside, by an optimizer of whole matrices; ``None`` if there
+            is none.
     """
 
     per_tensor: float
     per_dtensor: float
     per_byte: float
     spread: float = 0.0
+    matrices: MatrixProfile | None = None
 
     def __post_init__(self) -> None:
         if self.per_tensor > self.per_dtensor:
@@ -94,7 +126,11 @@ class OptimizerProfile:
     def scaled(self, factor: float) -> "OptimizerProfile":
         """A step that takes ``factor`` times as long."""
         return OptimizerProfile(
-            factor * self.per_tensor, factor * self.per_dtensor, factor * self.per_byte, self.spread
+            factor * self.per_tensor,
+            factor * self.per_dtensor,
+            factor * self.per_byte,
+            self.spread,
+            None if self.matrices is None else self.matrices.scaled(factor),
         )
 
 

@@ -6,7 +6,7 @@ DTensors, which agree), and the tests count it again on the installed torch.
 """
 
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,8 @@ FUSED_ON_CPU = frozenset(("float32", "float64"))
 
 #: How often torch wraps the step of an optimizer.
 _TORCH_WRAPPERS = 2
+#: Where those wrappers, and the steps, are: hooks, and either of two that switch gradients off.
+_TORCH_MODULES = ("torch.optim.", "torch.utils._contextlib")
 
 #: Options that add one optimizer state of the parameter's size, and options that add temporaries.
 _STATE_OPTIONS = ("momentum", "amsgrad", "centered")
@@ -138,11 +140,13 @@ OPTIMIZERS: dict[str, OptimizerCost] = {
     ),
 }
 
+#: Optimizers of whole matrices, with the number of states of a matrix's size that they keep.
+MATRIX_OPTIMIZERS = {"Muon": 1}
+
 #: Reasons why the other ``torch.optim`` classes can neither be planned for nor step on sharded parameters.
 UNSUPPORTED = {
     "Adafactor": "its state depends on the shapes, and its step does not accept sharded DTensors",
     "LBFGS": "it concatenates all gradients to one flat vector, which unevenly sharded ones cannot be",
-    "Muon": "it orthogonalises whole matrices, which no rank holds",
     "Rprop": "its step does not accept sharded DTensors",
     "SparseAdam": "it takes sparse gradients only, which cannot be reduced",
 }
@@ -153,7 +157,9 @@ class Training:
     """Training setup: optimizer, precision and batch.
 
     Attributes:
-        optimizer: Name of a ``torch.optim`` class.
+        optimizer: Name of a ``torch.optim`` class that treats elements one by one.
+        matrix_optimizer: Name of the optimizer that steps the matrices inside repeated blocks, beside
+            ``optimizer`` for all else: ``"Muon"``; ``None`` if ``optimizer`` steps them, too.
         momentum: Whether SGD or RMSprop keeps momentum.
         nesterov: Whether SGD's momentum is Nesterov's.
         amsgrad: Whether Adam or AdamW keeps the maximum of its second moments.
@@ -169,6 +175,7 @@ class Training:
     """
 
     optimizer: str = "AdamW"
+    matrix_optimizer: str | None = None
     momentum: bool = False
     nesterov: bool = False
     amsgrad: bool = False
@@ -197,6 +204,14 @@ class Training:
             raise ValueError("; ".join(faults))
 
     def _optimizer_faults(self) -> list[str]:
+        if self.matrix_optimizer not in (None, *MATRIX_OPTIMIZERS):
+            known = ", ".join(MATRIX_OPTIMIZERS)
+            return [f"matrix_optimizer {self.matrix_optimizer!r} is unknown; there are {known}"]
+        if self.optimizer in MATRIX_OPTIMIZERS:
+            return [
+                f"{self.optimizer} steps matrices alone: plan with matrix_optimizer={self.optimizer!r}, and "
+                "with the optimizer of all other parameters as optimizer"
+            ]
         if self.optimizer not in OPTIMIZERS:
             reason = UNSUPPORTED.get(self.optimizer)
             known = ", ".join(OPTIMIZERS)
@@ -217,7 +232,7 @@ class Training:
 
     @classmethod
     def from_optimizer(cls, optimizer: "Optimizer", **options: Any) -> "Training":
-        """Read the training setup from a live optimizer.
+        """Read the training setup from a live optimizer; Muon's is taken to have AdamW beside it.
 
         Args:
             optimizer: An instance of a ``torch.optim`` class or of a subclass of one.
@@ -231,6 +246,8 @@ class Training:
         if base is None:
             raise TypeError(f"{type(optimizer).__name__} is not derived from a torch.optim class")
         name = base.__name__
+        if name in MATRIX_OPTIMIZERS:
+            return cls(**{"matrix_optimizer": name, **options})
         groups = optimizer.param_groups
         odd = [key for key in ("capturable", "differentiable", "maximize") if _any(groups, key)]
         if odd:
@@ -245,6 +262,26 @@ class Training:
             kinds = {parameter.device.type for group in groups for parameter in group["params"]}
             flags["foreach"] = False if "cpu" in kinds else None
         return cls(**{"optimizer": name, **read, **flags, **options})
+
+    @classmethod
+    def stepped_by(cls, optimizer: str, **options: Any) -> "Training":
+        """A training by an optimizer of this name, beside AdamW if it steps matrices alone.
+
+        Args:
+            optimizer: Name of a ``torch.optim`` class.
+            **options: The other fields.
+
+        Raises:
+            ValueError: It cannot be planned for.
+        """
+        field = "matrix_optimizer" if optimizer in MATRIX_OPTIMIZERS else "optimizer"
+        return cls(**{field: optimizer, **options})
+
+    @property
+    def optimizers(self) -> str:
+        """Names of the optimizers, in words."""
+        matrices = f"{self.matrix_optimizer} for matrices of blocks and " if self.matrix_optimizer else ""
+        return matrices + self.optimizer
 
     @property
     def fingerprint(self) -> str:
@@ -330,6 +367,14 @@ class Training:
             return [str(error)]
         differences = []
         # Its 0-dim states, such as a step count, take only a few bytes per tensor and are not compared.
+        if live.matrix_optimizer is not None:
+            kept = MATRIX_OPTIMIZERS[live.matrix_optimizer]
+            if self.matrix_optimizer is None and kept > self.num_states:
+                differences.append(
+                    f"the optimizer is {live.matrix_optimizer}, which keeps {kept} bytes of state per "
+                    f"parameter byte; the plan was made for {self._describe()}, which keeps {self.num_states}"
+                )
+            return differences
         if live.num_states > self.num_states:
             differences.append(self._compare_states(live))
         by_device = _local_sizes(optimizer)
@@ -351,6 +396,8 @@ class Training:
     def surplus(self, optimizer: "Optimizer") -> str | None:
         """A message if a live optimizer keeps fewer states than planned, else ``None``."""
         live = Training.from_optimizer(optimizer)
+        if live.matrix_optimizer is not None:
+            return None
         return self._compare_states(live) if live.num_states < self.num_states else None
 
     def _compare_states(self, live: "Training") -> str:
@@ -378,14 +425,23 @@ def unsupported_step(optimizer: "Optimizer") -> str | None:
 
 def is_elementwise(optimizer: "Optimizer") -> bool:
     """Whether the step is that of one of :data:`OPTIMIZERS`, each of which treats elements one by one."""
+    return _steps_as(optimizer, OPTIMIZERS) and not _any(optimizer.param_groups, "differentiable")
+
+
+def is_muon(optimizer: "Optimizer") -> bool:
+    """Whether the step is that of ``torch.optim.Muon``, which needs whole matrices."""
+    return _steps_as(optimizer, ("Muon",))
+
+
+def _steps_as(optimizer: "Optimizer", names: Container[str]) -> bool:
+    """Whether the step is torch's own, of one of these classes."""
     base = _torch_optim_class(optimizer)
     return (
         base is not None
-        and base.__name__ in OPTIMIZERS
+        and base.__name__ in names
         and _is_torch_step(type(optimizer).step)
         and inspect.unwrap(type(optimizer).step) is inspect.unwrap(base.step)
         and getattr(type(optimizer), "_init_group", None) is getattr(base, "_init_group", None)
-        and not _any(optimizer.param_groups, "differentiable")
     )
 
 
@@ -401,7 +457,7 @@ def _is_torch_step(step: Any) -> bool:
     functions = (*wrappers, step)
     # Wrappers have the names of what they wrap, but their own globals.
     return len(wrappers) == _TORCH_WRAPPERS and all(
-        function.__globals__["__name__"].startswith("torch.optim.") for function in functions
+        function.__globals__["__name__"].startswith(_TORCH_MODULES) for function in functions
     )
 
 

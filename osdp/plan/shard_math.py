@@ -5,6 +5,10 @@ from itertools import pairwise
 
 from osdp.model.description import Operator
 
+#: Bytes of whole matrices, in bfloat16, that an optimizer of such has under way at once, unless fewer would
+#: leave ranks without work.
+MATRIX_PORTION = 2**26
+
 #: Shards of fewer elements are sent together: a message takes as long as this many do.
 SMALL_SHARD = 16384
 

@@ -62,6 +62,16 @@ class Route(StrEnum):
         return self in (Route.EXCHANGE, Route.TWO_STEP_EXCHANGE)
 
 
+class MatrixStep(StrEnum):
+    """Who orthogonalizes the matrices of an operator that an optimizer of whole matrices steps.
+
+    One rank, to which the others send their parts, or every rank, from parts that all gather.
+    """
+
+    OWNED = "owned"
+    GATHERED = "gathered"
+
+
 @dataclass(frozen=True, slots=True)
 class Decision:
     """The decision for one operator.
@@ -78,6 +88,7 @@ class Decision:
             vocabulary.
         slices_kept: Number of slices that stay unsharded from forward to backward, as under SHARD_GRAD_OP;
             the others are gathered again in backward.
+        matrix_step: How its matrices are stepped; ``None`` if element by element.
     """
 
     operator: str
@@ -89,6 +100,7 @@ class Decision:
     slices: int = 1
     sliced_by: str = ""
     slices_kept: int = 0
+    matrix_step: MatrixStep | None = None
 
     def __post_init__(self) -> None:
         if self.slices < 1 or (self.slices > 1) != bool(self.sliced_by):

@@ -1,7 +1,8 @@
 """Time of an optimizer step, measured on the kinds of parameters that the runtime makes."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from osdp.comm.groups import device_of
-from osdp.hardware.profile import OptimizerProfile
+from osdp.hardware.profile import MatrixProfile, OptimizerProfile
 from osdp.model.training import OPTIMIZERS, Training
 from osdp.profiler.cache import MeasurementCache
 from osdp.profiler.links.machine import hardware
@@ -19,11 +20,16 @@ from osdp.profiler.links.timing import relative_spread, time_run, trimmed_mean
 from osdp.profiler.stopwatch import compute_clock
 from osdp.torch_private.dtensor import wrap_like
 from osdp.torch_private.local_step import step_local_tensors
+from osdp.torch_private.muon import orthogonalize
 
 #: (number of tensors, elements of each): many small ones for the cost per tensor, a few large ones for the
 #: cost per byte. The large ones, with gradients and optimizer states, are several times larger than caches.
 _SMALL = (48, 64)
 _LARGE = (4, 2**21)
+
+#: Shapes of matrices that are orthogonalized: one for the cost of any, one for that of its products.
+_SMALL_MATRIX = (32, 64)
+_LARGE_ON_CPU, _LARGE_MATRIX = (256, 512), (2048, 4096)
 
 _VALUES = {"momentum": 0.9, "nesterov": True, "amsgrad": True, "centered": True, "weight_decay": 0.1}
 
@@ -66,8 +72,31 @@ def profile_optimizer(
     # Solve per_tensor + nbytes_small * per_byte = small and per_tensor + nbytes_large * per_byte = large.
     per_byte = max(0.0, (large - small) / (nbytes_large - nbytes_small))
     per_tensor, per_dtensor = (max(0.0, t - nbytes_small * per_byte) for t in (plain, small))
+    matrices = None if training.matrix_optimizer is None else profile_matrices(where, mesh, seconds / 3)
     # Large tensors decide how long a step takes.
-    return OptimizerProfile(min(per_tensor, per_dtensor), per_dtensor, per_byte, spreads[0])
+    return OptimizerProfile(min(per_tensor, per_dtensor), per_dtensor, per_byte, spreads[0], matrices)
+
+
+def profile_matrices(
+    device: torch.device, mesh: DeviceMesh | None = None, seconds: float = 0.6
+) -> MatrixProfile:
+    """Measure how long Muon orthogonalizes a small and a large matrix, on all ranks at once.
+
+    Args:
+        device: Where.
+        mesh: The ranks that step together.
+        seconds: Approximate duration of the measurement.
+    """
+    group = torch.optim.Muon([nn.Parameter(torch.empty(1, 1))]).param_groups[0]
+    free = MatrixProfile(0.0, 1.0)
+    taken, flops = [], []
+    for shape in _SMALL_MATRIX, _LARGE_ON_CPU if device.type == "cpu" else _LARGE_MATRIX:
+        orthogonalized = partial(orthogonalize, torch.rand(shape, device=device), group)
+        steps = _run_together(orthogonalized, device, seconds / 2, mesh)
+        taken.append(trimmed_mean(steps))
+        flops.append(free.seconds(shape))
+    per_flop = max(0.0, (taken[1] - taken[0]) / (flops[1] - flops[0]))
+    return MatrixProfile(max(0.0, taken[0] - per_flop * flops[0]), per_flop)
 
 
 def cached_optimizer(
@@ -79,7 +108,9 @@ def cached_optimizer(
     **options: Any,
 ) -> OptimizerProfile:
     """As :func:`profile_optimizer`, but measured once for a class, its flags and hardware."""
-    flags = [getattr(training, name) for name in ("optimizer", "foreach", "fused", *_VALUES)]
+    flags = [
+        getattr(training, name) for name in ("optimizer", "matrix_optimizer", "foreach", "fused", *_VALUES)
+    ]
     return cache.get_or_measure(
         "optimizer",
         OptimizerProfile,
@@ -125,19 +156,30 @@ def _parameters(
 def _step_seconds(
     training: Training, parameters: list[nn.Parameter], seconds: float, mesh: DeviceMesh | None
 ) -> list[float]:
-    """Seconds of steps, on the ranks of the last axis of ``mesh`` at once.
-
-    Measures for about ``seconds``, with at least 3 and at most 50 steps.
-    """
+    """Seconds of steps, as :func:`_run_together` measures them."""
     optimizer = make_optimizer(training, parameters)
 
     def step() -> None:
         if not step_local_tensors(optimizer, wrap_like):  # as the runtime does
             optimizer.step()
 
-    device = parameters[0].device
-    # Warm up; RAdam changes its formula after the fifth step.
-    for _ in range(6 if training.optimizer == "RAdam" else 2):
+    # RAdam changes its formula after the fifth step.
+    warmup = 6 if training.optimizer == "RAdam" else 2
+    return _run_together(step, parameters[0].device, seconds, mesh, warmup)
+
+
+def _run_together(
+    step: Callable[[], object],
+    device: torch.device,
+    seconds: float,
+    mesh: DeviceMesh | None,
+    warmup: int = 2,
+) -> list[float]:
+    """Seconds of runs of ``step``, on the ranks of the last axis of ``mesh`` at once.
+
+    Measures for about ``seconds``, with at least 3 and at most 50 runs.
+    """
+    for _ in range(warmup):
         step()
     group = None if mesh is None else mesh.get_group(mesh.ndim - 1)
     clock = compute_clock() if device.type == "cpu" else time.perf_counter

@@ -6,9 +6,17 @@ the traced dtype: with a narrower ``param_dtype`` it is an upper bound.
 """
 
 import math
+from dataclasses import replace
 
 from osdp.hardware.device_info import DeviceInfo
-from osdp.hardware.profile import OptimizerProfile, PassProfile, Profile, SegmentProfile
+from osdp.hardware.profile import (
+    ITERATIONS,
+    MatrixProfile,
+    OptimizerProfile,
+    PassProfile,
+    Profile,
+    SegmentProfile,
+)
 from osdp.model.description import DTYPE_BYTES, ModelDesc, Segment, Work
 from osdp.model.training import FOR_LOOP, FUSED, Training
 
@@ -62,12 +70,22 @@ def estimate(model_desc: ModelDesc, device_info: DeviceInfo, training: Training 
             _estimate_segment(segment, device_info, batch, narrowing)
             for segment in model_desc.distinct_segments
         ),
-        optimizer=estimate_optimizer(training, device_info.kind, device_info.memory_bandwidth),
+        optimizer=replace(
+            estimate_optimizer(training, device_info.kind, device_info.memory_bandwidth),
+            matrices=_estimate_matrices(training, device_info),
+        ),
         resident_bytes=_sample_bytes(model_desc, batch),
         measured=False,
         model=model_desc.fingerprint,
         host_optimizer=_estimate_host_optimizer(training, device_info),
     )
+
+
+def _estimate_matrices(training: Training, device_info: DeviceInfo) -> MatrixProfile | None:
+    if training.matrix_optimizer is None:
+        return None
+    # Three products an iteration, and a few kernels before them.
+    return MatrixProfile((3 * ITERATIONS + 5) * LAUNCH_SECONDS, 1 / device_info.flops)
 
 
 def _estimate_host_optimizer(training: Training, device_info: DeviceInfo) -> OptimizerProfile | None:

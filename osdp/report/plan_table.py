@@ -139,7 +139,7 @@ def _facts(plan: Plan, sharding: ShardingPlan) -> list[str]:
     dtypes = f", computed in {training.param_dtype}" if training.param_dtype else ""
     return [
         f"model      {format_bytes(nbytes)} of parameters{dtypes}; {len(sharding.decisions)} operators in "
-        f"{len(sharding.units)} units; {training.optimizer}",
+        f"{len(sharding.units)} units; {training.optimizers}",
         f"devices    {plan.dp}, each limited to {format_bytes(plan.memory_limit)}",
         f"batch      {plan.global_batch} samples a step: {plan.local_batch} per device x {microbatches} x "
         f"{plan.dp} devices{_reduction(training, sharding)}",

@@ -10,6 +10,7 @@ Features are probed, not versions: where one is missing, the function reports it
 - ``checkpointing``: recomputation of a forward
 - ``optimizers``: which tensors torch's optimizers treat in lists
 - ``local_step``: a step of an optimizer on the local tensors of DTensors
+- ``muon``: the step of ``torch.optim.Muon`` in two
 - ``compiling``: functions that ``torch.compile`` leaves alone
 - ``saving``: the files that ``torch.distributed.checkpoint`` writes
 - ``dispatch_modes``: the modes by which a selective checkpoint watches its region

@@ -67,7 +67,7 @@ def sgd_under_an_adamw_plan(ctx: Context) -> None:
     _trained(ctx, lambda p: torch.optim.SGD(p, lr=0.1))
 
 
-@habit("AdamW", tolerance=5e-3, low_tolerance=None, refused="Muon")
+@habit("AdamW", tolerance=5e-3, low_tolerance=None)
 def muon(ctx: Context) -> None:
     """Trains matrices with torch.optim.Muon and the rest with AdamW."""
     model = ctx.wrap(Net())

@@ -2,10 +2,11 @@
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 
 from osdp.cost.sharding.problem import ShardingProblem, build_problem
 from osdp.hardware.device_info import COLLECTIVES, DeviceInfo, HostLink, Link
-from osdp.hardware.profile import OptimizerProfile, PassProfile, Profile, SegmentProfile
+from osdp.hardware.profile import MatrixProfile, OptimizerProfile, PassProfile, Profile, SegmentProfile
 from osdp.model.description import (
     Affine,
     ModelDesc,
@@ -35,7 +36,12 @@ def random_problem(seed: int, num_blocks: int = 1, per_block: int = 2, **options
         microbatches=options.pop("microbatches", 1),
         param_dtype=options.pop("param_dtype", None),
         reduce_dtype=options.pop("reduce_dtype", None),
+        matrix_optimizer=options.pop("matrix_optimizer", None),
     )
+    if training.matrix_optimizer is not None:
+        own = random.Random(f"matrices {seed}")
+        matrices = MatrixProfile(own.uniform(0, 1e-4), own.choice([1e-12, 1e-11, 1e-10]))
+        profile = replace(profile, optimizer=replace(profile.optimizer, matrices=matrices))
     reduce_each = bool(options.pop("reduce_each", True))
     return build_problem(
         model_desc, profile, random_device(seed, **options), training, reduce_each=reduce_each

@@ -9,7 +9,18 @@ import torch.distributed as dist
 from torch import nn
 
 from benchmarks.optimizer_memory import SIZES, build, measure, variants
-from osdp.model.training import FOR_LOOP, FOREACH, FUSED, OPTIMIZERS, UNSUPPORTED, Training, unsupported_step
+from osdp.model.training import (
+    FOR_LOOP,
+    FOREACH,
+    FUSED,
+    MATRIX_OPTIMIZERS,
+    OPTIMIZERS,
+    UNSUPPORTED,
+    Training,
+    is_elementwise,
+    is_muon,
+    unsupported_step,
+)
 from osdp.torch_private.dtensor import wrap_like
 from osdp.torch_private.local_step import step_local_tensors
 
@@ -73,7 +84,7 @@ def test_refused_optimizers_do_not_work_on_dtensors(name: str, mesh) -> None:
 
 def test_every_torch_optimizer_is_planned_for_or_refused() -> None:
     kinds = {name for name, kind in vars(torch.optim).items() if isinstance(kind, type)} - {"Optimizer"}
-    assert kinds == set(OPTIMIZERS) | set(UNSUPPORTED)
+    assert kinds == set(OPTIMIZERS) | set(UNSUPPORTED) | set(MATRIX_OPTIMIZERS)
 
 
 @pytest.mark.parametrize("dtensor", [False, True], ids=["tensor", "dtensor"])
@@ -192,19 +203,32 @@ def test_less_state_is_no_mismatch_but_a_surplus() -> None:
     assert Training(foreach=False).mismatch(adam) == [] and Training().surplus(adam) is None
 
 
-@pytest.mark.parametrize("name", ["Adafactor", "Muon"])
-def test_classes_whose_home_is_the_package_are_recognised(name: str) -> None:
+def test_classes_whose_home_is_the_package_are_recognised() -> None:
     # Their __module__ is torch.optim, not a module in it: they passed for classes of users.
-    optimizer = getattr(torch.optim, name)([nn.Parameter(torch.zeros(4, 4))])
-    with pytest.raises(ValueError, match=f"optimizer '{name}' cannot be planned for"):
+    optimizer = torch.optim.Adafactor([nn.Parameter(torch.zeros(4, 4))])
+    with pytest.raises(ValueError, match="optimizer 'Adafactor' cannot be planned for"):
         Training.from_optimizer(optimizer)
-    assert (unsupported_step(optimizer) or "").startswith(f"{name}: ")
+    assert (unsupported_step(optimizer) or "").startswith("Adafactor: ")
+
+
+def test_muon_is_planned_for_beside_another_optimizer() -> None:
+    muon = torch.optim.Muon([nn.Parameter(torch.zeros(4, 4))])
+    training = Training(matrix_optimizer="Muon", local_batch=2)
+    assert Training.from_optimizer(muon, local_batch=2) == training
+    assert unsupported_step(muon) is None and is_muon(muon) and not is_elementwise(muon)
+    assert training.mismatch(muon) == [] == Training().mismatch(muon)
+    (difference,) = Training(optimizer="SGD").mismatch(muon)
+    assert "Muon, which keeps 1 bytes" in difference and "made for SGD, which keeps 0" in difference
+    with pytest.raises(ValueError, match="plan with matrix_optimizer='Muon'"):
+        Training(optimizer="Muon")
+    with pytest.raises(ValueError, match="matrix_optimizer 'AdamW' is unknown; there are Muon"):
+        Training(matrix_optimizer="AdamW")
 
 
 def test_mismatch_of_what_cannot_be_planned_for() -> None:
     parameters = [nn.Parameter(torch.zeros(4))]
     assert "capturable=True" in Training().mismatch(torch.optim.AdamW(parameters, capturable=True))[0]
-    assert "Muon" in Training().mismatch(torch.optim.Muon([nn.Parameter(torch.zeros(4, 4))]))[0]
+    assert "Adafactor" in Training().mismatch(torch.optim.Adafactor([nn.Parameter(torch.zeros(4))]))[0]
 
     class Own(torch.optim.Optimizer):
         pass

@@ -10,7 +10,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from osdp.model.training import OPTIMIZERS, Training
 from osdp.profiler import optimizer as module
-from osdp.profiler.optimizer import make_optimizer, profile_optimizer
+from osdp.profiler.optimizer import make_optimizer, profile_matrices, profile_optimizer
 from osdp.torch_private.local_step import step_local_tensors
 
 
@@ -40,6 +40,27 @@ def test_every_class_is_measured(name: str) -> None:
     profile = profile_optimizer(Training(optimizer=name), device="cpu", seconds=0.02)
     assert profile.per_tensor > 0
     assert profile.per_byte > 0
+
+
+def test_matrices_cost_by_their_products(monkeypatch) -> None:
+    def seconds(step, device, seconds, mesh, warmup=2):
+        direction = step()
+        assert direction.dtype == torch.bfloat16
+        low, high = sorted(direction.shape)
+        return [2e-4 + 3e-12 * 5 * (4 * low * low * high + 2 * low**3)]
+
+    assert profile_optimizer(Training(), device="cpu", seconds=0.02).matrices is None
+    with_muon = profile_optimizer(Training(matrix_optimizer="Muon"), device="cpu", seconds=0.1)
+    assert with_muon.matrices is not None and with_muon.matrices.per_flop > 0
+    monkeypatch.setattr(module, "_run_together", seconds)
+    found = profile_matrices(torch.device("cpu"))
+    assert (found.per_matrix, found.per_flop) == (pytest.approx(2e-4), pytest.approx(3e-12))
+    assert found.scaled(2).seconds((300, 40)) == pytest.approx(2 * found.seconds((40, 300)))
+
+
+def test_matrices_are_measured(mesh) -> None:
+    found = profile_matrices(torch.device("cpu"), mesh, seconds=0.1)
+    assert found.per_flop > 0 and found.seconds((64, 64)) > 0
 
 
 def test_with_a_mesh_the_parameters_are_dtensors(mesh, monkeypatch) -> None:

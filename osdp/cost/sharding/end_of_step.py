@@ -81,6 +81,7 @@ def step_row(
     costs, timeline = problem.costs, problem.timeline
     row = units.state + units.gradient_kept
     constant = timeline.resident + timeline.final + root.state + root.gradient_kept
+    constant += problem.matrix_temporary
     if costs.temporaries_add:
         return row + units.temporary, constant + root.temporary
     if operator < 0:

@@ -35,6 +35,7 @@ def in_host_memory(units: "UnitCosts", costs: "OperatorCosts", device: DeviceInf
     # Shards and gradients are on the host between collectives; copies there and back delay every collective.
     off = units.offloaded
     step = optimizer.per_dtensor * span(costs.num_trainable) + optimizer.per_byte * span(costs.local_sharded)
+    step += span(costs.matrices_sharded)  # on the device
     return replace(
         units,
         state=np.where(off, 0.0, units.state),

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from osdp.arrays import Floats
+from osdp.cost.matrix_steps import state_bytes, step_of_matrices
 from osdp.cost.sharding.shard_groups import ShardGroup
 from osdp.cost.sharding.sliced_costs import SlicedCosts, cost_slices
 from osdp.hardware.profile import OptimizerProfile
@@ -38,6 +39,8 @@ class OperatorCosts:
     low_precision: Floats
     local_sharded: Floats  # bytes an optimizer step updates
     local_whole: Floats
+    matrices_sharded: Floats  # seconds of orthogonalizing matrices
+    matrices_whole: Floats
     num_parameters: Floats
     num_trainable: Floats
     num_messages: Floats  # of those, the ones whose shards are sent by themselves after a step
@@ -99,6 +102,14 @@ def _cost_in(
     # [operators][trainable parameters]: bytes that one rank's optimizer step updates.
     locals_sharded = [[_shard_bytes(p, world_size) for p in _trainable(op)] for op in operators]
     locals_whole = [[p.nbytes for p in _trainable(op)] for op in operators]
+
+    def matrix_seconds(in_shards: bool) -> Floats:
+        steps = (
+            step_of_matrices(op, training, optimizer, shard_group, model_bytes, in_shards=in_shards)
+            for op in operators
+        )
+        return _prefix([seconds for seconds, _ in steps])
+
     add = training.implementation(device_kind) != "for-loop"
     return OperatorCosts(
         **columns,
@@ -108,6 +119,8 @@ def _cost_in(
         state_optimizer=_prefix(list(map(partial(_state, training, 1), operators, locals_sharded))),
         local_sharded=_prefix([sum(sizes) for sizes in locals_sharded]),
         local_whole=_prefix([sum(sizes) for sizes in locals_whole]),
+        matrices_sharded=matrix_seconds(True),
+        matrices_whole=matrix_seconds(False),
         optimizer=optimizer,
         host_optimizer=host_optimizer,
         copy_in=_prefix(
@@ -258,7 +271,8 @@ _COLUMNS: dict[str, Callable[[Operator, int, Training], int]] = {
 
 def _state(training: Training, num_shards: int, operator: Operator, trainable_bytes: list[int]) -> int:
     stored = sum(_shard_bytes(p, num_shards) for p in operator.parameters)
-    return stored + training.state_bytes(sum(trainable_bytes), len(trainable_bytes))
+    names = (p.name for p in _trainable(operator))
+    return stored + state_bytes(operator, training, dict(zip(names, trainable_bytes, strict=True)))
 
 
 def _temporaries(local_bytes: list[list[int]], training: Training, device_kind: str, add: bool) -> Floats:

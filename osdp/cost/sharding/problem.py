@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from osdp.cost.matrix_steps import temporary_bytes
 from osdp.cost.sharding.operator_costs import OperatorCosts, cost_operators
 from osdp.cost.sharding.shard_groups import shard_groups_of
 from osdp.cost.sharding.strategies import NO_SHARD, ROOT, SHARD_OPTIMIZER, UnitStrategy, strategy_table
@@ -84,6 +85,7 @@ class ShardingProblem:
         plain_saving: Seconds of the optimizer step saved by a plan that shards nothing, since its parameters
             are plain tensors instead of DTensors.
         root_group: Index of the root unit's shard group.
+        matrix_temporary: Temporaries of the step of an optimizer of whole matrices; bytes.
     """
 
     timeline: Timeline
@@ -96,6 +98,7 @@ class ShardingProblem:
     arrivals: GradientArrivals
     plain_saving: float = 0.0
     root_group: int = 0
+    matrix_temporary: float = 0.0
 
     @property
     def root_strategy(self) -> UnitStrategy:
@@ -211,6 +214,7 @@ def build_problem(
         profile=profile,
         arrivals=gradient_arrivals(timeline, model_desc, training),
         plain_saving=len(dtypes) * (optimizer.per_dtensor - optimizer.per_tensor),
+        matrix_temporary=temporary_bytes(operators, training, device.world_size),
     )
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from osdp.arrays import Bools, Floats
+from osdp.cost.matrix_steps import state_bytes
 from osdp.hardware.device_info import DeviceInfo
 from osdp.hardware.profile import OptimizerProfile
 from osdp.model.description import DTYPE_BYTES, Operator
@@ -59,8 +60,17 @@ class SlicedCosts:
     num_shards: int
     accumulates: bool
 
-    def apply(self, units: "UnitCosts", device: DeviceInfo, optimizer: OptimizerProfile) -> "UnitCosts":
-        """``units`` with the costs of those that run in slices replaced by the costs of slices."""
+    def apply(
+        self, units: "UnitCosts", device: DeviceInfo, optimizer: OptimizerProfile, matrices: Floats
+    ) -> "UnitCosts":
+        """``units`` with the costs of those that run in slices replaced by the costs of slices.
+
+        Args:
+            units: The units.
+            device: The devices.
+            optimizer: Seconds of the optimizer's step.
+            matrices: Seconds in which each orthogonalizes its matrices, ``(U,)``.
+        """
         gather, reduce, average = (
             device.link(name) for name in ("all_gather", "reduce_scatter", "all_reduce")
         )
@@ -122,7 +132,7 @@ class SlicedCosts:
                 on_host * (trains * count * reduce.latency + (bias > 0) * average.latency), units.host_reduce
             ),
             step_seconds=chosen(
-                optimizer.per_dtensor * self.num_trainable[k] + optimizer.per_byte * self.local[k],
+                optimizer.per_dtensor * self.num_trainable[k] + optimizer.per_byte * self.local[k] + matrices,
                 units.step_seconds,
             ),
             kept=chosen(kept, units.kept),
@@ -157,13 +167,16 @@ def _column(operator: Operator, world_size: int, training: Training) -> tuple[fl
     rows = shard_numel((weight.shape[1 - cut.dim],), world_size)
     size = weight.shape[cut.dim]
     local = rows * size * DTYPE_BYTES[weight.dtype]
-    trainable = [p.nbytes for p in others if p.trainable] + [local] * weight.trainable
+    by_name = {p.name: p.nbytes for p in others if p.trainable}
+    if weight.trainable:
+        by_name[weight.name] = local
+    trainable = list(by_name.values())
     stored = local + sum(p.nbytes for p in others)
     computed = DTYPE_BYTES[training.param_dtype or weight.dtype]
     reduced = DTYPE_BYTES[training.reduce_dtype or training.param_dtype or weight.dtype]
     bias = sum(p.numel * reduced for p in others if p.trainable)
     return (
-        stored + training.state_bytes(sum(trainable), len(trainable)),
+        stored + state_bytes(operator, training, by_name),
         sum(trainable),
         len(trainable),
         sum(trainable),

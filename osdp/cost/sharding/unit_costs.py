@@ -137,7 +137,9 @@ def _cost_units_in(
     )
     if offloaded.any():
         units = in_host_memory(units, costs, device)
-    return costs.slices.apply(units, device, costs.optimizer) if units.sliced.any() else units
+    if not units.sliced.any():
+        return units
+    return costs.slices.apply(units, device, costs.optimizer, span(costs.matrices_sharded))
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,6 +221,7 @@ def _optimizer_step(
             costs.shard_group.exchange_seconds(local_whole, span(costs.num_messages), costs.model_bytes),
             0.0,
         )
+        + np.where(kinds.in_shards, span(costs.matrices_sharded), span(costs.matrices_whole))
     )
     if not costs.temporaries_add:
         # Of a for-loop optimizer they are a maximum over operators, found in osdp.cost.sharding.end_of_step.

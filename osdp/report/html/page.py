@@ -188,7 +188,7 @@ def _settings(plan: Plan) -> str:
         "memory limit": format_bytes(plan.memory_limit),
         "samples a step": f"{plan.global_batch}: {plan.local_batch} each x {training.microbatches} "
         f"microbatches x {plan.dp} devices",
-        "optimizer": training.optimizer,
+        "optimizer": training.optimizers,
         "computed in": training.param_dtype or "the parameters' dtype",
         "gradients are reduced in": training.reduce_dtype or "the dtype of compute",
         "profile": "measured" if plan.measured_profile else "estimated",

@@ -3,5 +3,6 @@
 Start at :class:`osdp.runtime.optimizer.check.OptimizerCheck`.
 
 - ``check``: whether the optimizer does what model and plan need
-- ``local_steps``: elementwise optimizers step the local tensors of DTensors
+- ``local_steps``: steps made on the local tensors of DTensors, in place of the optimizer's own
+- ``whole_matrices``: Muon's, whose matrices ranks own
 """

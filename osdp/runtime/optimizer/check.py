@@ -7,7 +7,7 @@ memory than was planned; and until gradients have arrived once, whether there ar
 
 import logging
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -19,10 +19,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.hooks import RemovableHandle
 
 from osdp.errors import NoGradientError, PlanMismatchError
-from osdp.model.training import Training, is_elementwise, unsupported_step
+from osdp.model.training import MATRIX_OPTIMIZERS, Training, is_elementwise, is_muon, unsupported_step
+from osdp.plan.plan import Plan
+from osdp.plan.sharding import MatrixStep
 from osdp.runtime.measured_steps import MeasuredSteps
 from osdp.runtime.module.replaced import Replaced
 from osdp.runtime.optimizer.local_steps import LocalSteps
+from osdp.runtime.optimizer.whole_matrices import WholeMatrices
 from osdp.runtime.running import RunningModel
 from osdp.torch_private.local_step import leaves_fused_open
 
@@ -37,7 +40,7 @@ class OptimizerCheck:
 
     Args:
         running: The model under its plan.
-        parameters: Its parameters as optimizers see them.
+        parameters: Its parameters as optimizers see them, by name.
         replaced: The parameters that the model had before it was wrapped.
         measured: Notes the steps.
     """
@@ -45,7 +48,7 @@ class OptimizerCheck:
     def __init__(
         self,
         running: RunningModel,
-        parameters: Iterable[nn.Parameter],
+        parameters: Mapping[str, nn.Parameter],
         replaced: Replaced,
         measured: MeasuredSteps,
     ) -> None:
@@ -53,7 +56,9 @@ class OptimizerCheck:
         self._measured = measured
         self._replaced = replaced
         # No weak references: torch cannot swap tensors that have one, as ``module.to(...)`` does to DTensors.
-        self._parameters = {id(p): p for p in parameters}
+        self._parameters = {id(p): p for p in parameters.values()}
+        #: How each matrix is to be stepped whole, by id.
+        self._matrix_steps = _matrix_steps(running.plan, parameters)
         #: Identities of the parameters that each optimizer had when it was checked.
         self._known: weakref.WeakKeyDictionary[Optimizer, list[int]] = weakref.WeakKeyDictionary()
         #: Those that have stepped on the model, under this plan or an earlier one.
@@ -110,6 +115,11 @@ class OptimizerCheck:
         if self._is_over_mine(optimizer):
             self._running.free_copies()
             steps = self._local_steps.get(optimizer)
+            if compiled and is_muon(optimizer):
+                raise RuntimeError(
+                    "a compiled step of Muon would see the parts of its matrices that this rank holds: leave "
+                    "optimizer.step() uncompiled"
+                )
             if steps is not None and not compiled:
                 steps.make_next(optimizer)
 
@@ -142,6 +152,12 @@ class OptimizerCheck:
             return
         spare = plan.memory_limit - plan.predicted.peak_bytes
         differences = training.mismatch(optimizer, spare=spare)
+        whole = sum(key in self._matrix_steps for key in _identities(optimizer))
+        if whole and not is_muon(optimizer) and training.num_states > MATRIX_OPTIMIZERS["Muon"]:
+            differences.append(
+                f"{type(optimizer).__name__} steps {whole} matrices that the plan leaves to "
+                f"{training.matrix_optimizer}, which keeps less"
+            )
         if differences:
             raise PlanMismatchError([*differences, _PLAN_AGAIN])
         surplus = training.surplus(optimizer)
@@ -154,6 +170,10 @@ class OptimizerCheck:
             return  # those of other models are none of this one's business
         if is_elementwise(optimizer) and (_has_dtensors(optimizer) or leaves_fused_open(optimizer)):
             self._local_steps[optimizer] = LocalSteps(optimizer)
+        elif is_muon(optimizer):
+            gathered = {key for key, step in self._matrix_steps.items() if step is MatrixStep.GATHERED}
+            matrices = WholeMatrices(self._running.data_group, gathered)
+            self._local_steps[optimizer] = LocalSteps(optimizer, matrices.step)
 
     def _refuse_added(self, optimizer: Optimizer) -> None:
         """Raise for parameters that were added after wrapping: nothing reduces their gradients."""
@@ -181,6 +201,18 @@ class OptimizerCheck:
 
     def _is_mine(self, parameter: torch.Tensor) -> bool:
         return id(parameter) in self._parameters
+
+
+def _matrix_steps(plan: Plan, parameters: Mapping[str, nn.Parameter]) -> dict[int, MatrixStep]:
+    """How the plan has each matrix stepped whole, by the parameter's id."""
+    return {
+        id(parameters[name]): decision.matrix_step
+        for part in plan.stages
+        for decision in part.sharding.decisions
+        if decision.matrix_step is not None
+        for name in decision.parameters
+        if name in parameters and parameters[name].ndim == 2
+    }
 
 
 def _identities(optimizer: Optimizer) -> list[int]:

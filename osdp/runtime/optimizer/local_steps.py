@@ -1,7 +1,8 @@
-"""Elementwise optimizers step the local tensors of DTensors, and on CPUs by torch's fused kernels.
+"""Steps that are made on the local tensors of DTensors, in place of the optimizer's own.
 
-Both take a fraction of the time, under every plan alike. ``foreach=False`` keeps torch's loop, with which the
-kernels agree but for the last bits.
+Elementwise optimizers step local tensors, and on CPUs by torch's fused kernels. Both take a fraction of the
+time, under every plan alike. ``foreach=False`` keeps torch's loop, with which the kernels agree but for the
+last bits. Muon's need whole matrices (:mod:`osdp.runtime.optimizer.whole_matrices`).
 
 The step is made in the last hook before the optimizer's own step, on an optimizer that holds local tensors
 only meanwhile; its own step then finds no parameters. Whatever else looks at the optimizer, other hooks
@@ -25,14 +26,21 @@ from osdp.torch_private.local_step import (
 )
 
 
+def step_elementwise(optimizer: Optimizer) -> bool:
+    """Make one step of an elementwise optimizer, without its hooks; returns whether it was made."""
+    return step_local_tensors(optimizer, as_state)
+
+
 class LocalSteps:
-    """The steps of one elementwise optimizer, made on local tensors and by a fused kernel.
+    """The steps of one optimizer, made on local tensors.
 
     Args:
         optimizer: The optimizer, to which no reference is kept.
+        step: Makes one step, without its hooks, and returns whether it was made.
     """
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, optimizer: Optimizer, step: Callable[[Optimizer], bool] = step_elementwise) -> None:
+        self._make = step
         #: Its lists of parameters, while it has none because its step is done.
         self._lists: list[list[torch.Tensor]] | None = None
         #: Whether its own step is under way, or about to begin.
@@ -72,7 +80,7 @@ class LocalSteps:
         return compute_and_step
 
     def _step(self, optimizer: Optimizer) -> None:
-        if step_local_tensors(optimizer, _as_state):
+        if self._make(optimizer):
             self._lists = parameter_lists(optimizer)
             set_parameter_lists(optimizer, [[] for _ in self._lists])
 
@@ -83,7 +91,8 @@ class LocalSteps:
             self._lists = None
 
 
-def _as_state(local: torch.Tensor, parameter: DTensor) -> torch.Tensor:
+def as_state(local: torch.Tensor, parameter: DTensor) -> torch.Tensor:
+    """A new state with the layout of ``parameter``, from its local tensor."""
     state = wrap_like(local, parameter)
     compute_with_other_meshes(state)
     return state

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from osdp.cost.evaluate import cost_plan, prediction
+from osdp.cost.matrix_steps import step_of_matrices
 from osdp.cost.sharding.problem import ShardingProblem, build_problem
 from osdp.cost.sharding.shard_groups import ShardGroup
 from osdp.cost.sharding.simulate import simulate_step
@@ -363,16 +364,27 @@ def _unit(
 
 
 def _decision(problem: ShardingProblem, operator: Operator, strategy: UnitStrategy, reason: str) -> Decision:
+    group, mode = _group_and_mode(problem, strategy)
+    costs = problem.costs
+    _, matrix_step = step_of_matrices(
+        operator,
+        problem.stepped,
+        costs.optimizer,
+        group,
+        costs.model_bytes,
+        in_shards=mode is not Mode.NO_SHARD,
+    )
     return Decision(
         operator.name,
         operator.modules,
         tuple(parameter.name for parameter in operator.parameters),
         operator.nbytes,
-        _group_and_mode(problem, strategy)[1],
+        mode,
         reason,
         slices=strategy.slices,
         slices_kept=strategy.kept,
         sliced_by=operator.cut.by if operator.cut is not None and strategy.slices > 1 else "",
+        matrix_step=matrix_step,
     )
 
 

@@ -177,7 +177,6 @@ def test_every_optimizer_of_torch_trains_alike(plan: str) -> None:
 REFUSED: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
     "Adafactor": lambda p: torch.optim.Adafactor(p),
     "LBFGS": lambda p: torch.optim.LBFGS(p),
-    "Muon": lambda p: torch.optim.Muon([one for one in p if one.ndim == 2]),
     "Rprop": lambda p: torch.optim.Rprop(p),
     "SparseAdam": lambda p: torch.optim.SparseAdam(p),
 }

@@ -87,6 +87,7 @@ VARIANTS = [
     {"foreach": True},
     {"blocking": False, "copies_messages": False},
     {"blocking": True, "overlap": 0.9},
+    {"matrix_optimizer": "Muon"},
     {"groups": 2},
 ]
 
