@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from osdp.comm.objects import broadcast_object
 from osdp.runtime.checkpoint import load, save
-from osdp.runtime.checkpoint.folder import CheckpointContents
+from osdp.runtime.checkpoint.contents import CheckpointContents
 from osdp.runtime.checkpoint.kept import KeptState
 from osdp.runtime.ranks.shared_faults import raise_together
 from osdp.wrapper import OSDP

@@ -7,6 +7,7 @@ Start at :func:`save` and :func:`load`.
 - ``steps``: folders with a checkpoint for each of the latest steps
 - ``kept``: what trains beside model and optimizer
 - ``folder``: a checkpoint's folder: one rename publishes it
+- ``contents``: what a folder has, and whether that is what was saved
 - ``manifest``: sizes and checksums of its files
 - ``restricted``: reading without running what a file says
 - ``match``: whether a checkpoint is one of this model and optimizer

@@ -14,7 +14,8 @@ from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from osdp.runtime.checkpoint.folder import describe_failures, read_verified
+from osdp.runtime.checkpoint.contents import read_verified
+from osdp.runtime.checkpoint.folder import describe_failures
 from osdp.runtime.checkpoint.kept import KeptState
 from osdp.runtime.checkpoint.restricted import RestrictedPlanner, RestrictedReader
 from osdp.runtime.checkpoint.steps import latest_step

@@ -14,7 +14,6 @@ never touched.
 
 import logging
 import os
-import re
 import secrets
 import socket
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -24,7 +23,6 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
@@ -32,33 +30,18 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from osdp.comm.objects import broadcast_object, gather_objects, has_process_group, is_first
-from osdp.errors import AlteredCheckpointError
+from osdp.comm.objects import broadcast_object, is_first
+from osdp.runtime.checkpoint.contents import METADATA, OWN_FILE, CheckpointContents, missing_files
 from osdp.runtime.checkpoint.manifest import (
     FileSums,
     RunningSums,
     SummedFile,
-    altered,
-    manifest_name,
-    read_manifest,
     write_manifest,
 )
-from osdp.runtime.checkpoint.restricted import read_metadata
 from osdp.runtime.ranks.shared_faults import by_ranks, raise_together
 from osdp.torch_private.saving import stored_files, with_file_prefix
 
 logger = logging.getLogger(__name__)
-
-#: Published last, by a rename: a folder without it has no checkpoint.
-METADATA = ".metadata"
-
-#: Files that only :class:`NewCheckpoint` makes.
-_OWN = re.compile(
-    r"__[0-9a-f]{12}_(\d+_\d+\.distcp|kept\.pt)|__[0-9a-f]{32}\.manifest|\.saving-[0-9a-f]{12}|\.metadata\.tmp"
-)
-
-#: Number of faulty files that a message lists.
-_LISTED = 3
 
 
 class NewCheckpoint:
@@ -136,7 +119,7 @@ class NewCheckpoint:
             logger.warning("cannot look for files in %s that no checkpoint needs: %s", self.path, error)
 
     def _own_files(self) -> list[str]:
-        return [entry.name for entry in self.path.iterdir() if _OWN.fullmatch(entry.name)]
+        return [entry.name for entry in self.path.iterdir() if OWN_FILE.fullmatch(entry.name)]
 
     def _remove(self, names: Iterable[str]) -> None:
         for name in names:
@@ -212,7 +195,7 @@ class CheckpointWriter(FileSystemWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Publish, on rank 0, the files that all ranks have written."""
         written = stored_files(result.storage_data for mine in results for result in mine)
-        if faults := _faults(self._folder, written):
+        if faults := missing_files(self._folder, written):
             raise RuntimeError(f"files of the new checkpoint are missing or incomplete: {faults}")
         for mine in results:
             for result in mine:
@@ -267,115 +250,10 @@ class _Publishing(FileSystem):
         _sync(Path(new_path).parent)
 
 
-@dataclass(frozen=True)
-class CheckpointContents:
-    """What a folder says that it has.
-
-    Attributes:
-        metadata: The entries.
-        files: The manifest; ``None`` of a checkpoint of ``torch.distributed.checkpoint`` itself.
-        manifest: The manifest's name.
-    """
-
-    metadata: Metadata
-    files: Mapping[str, FileSums] | None
-    manifest: str
-
-    @classmethod
-    def read(cls, folder: Path) -> "CheckpointContents":
-        """The contents of ``folder``, of which nothing but metadata and manifest was looked at.
-
-        Raises:
-            FileNotFoundError: The folder does not exist.
-            ValueError: There is no complete checkpoint in it, or not the one that was saved.
-        """
-        if not folder.exists():
-            raise FileNotFoundError(f"there is no checkpoint {folder}")
-        if not folder.is_dir():
-            raise ValueError(f"{folder} is not a folder, so no checkpoint of osdp.runtime.checkpoint.save")
-        if not (folder / METADATA).exists():
-            raise ValueError(
-                f"{folder} is not a complete checkpoint: it has no {METADATA}, which is written last; its "
-                "save was interrupted or is still running. Load another one"
-            )
-        content = (folder / METADATA).read_bytes()
-        files = read_manifest(folder, content)
-        try:
-            metadata = read_metadata(content)
-            stored = stored_files(metadata.storage_data.values())
-        except (ValueError, AttributeError, TypeError) as error:
-            raise ValueError(f"{folder / METADATA} cannot be read: {error}") from error
-        if files is None and any(map(_OWN.fullmatch, stored)):
-            raise AlteredCheckpointError(f"{folder} has lost its manifest, {manifest_name(content)}")
-        if files is not None and (unsummed := sorted(stored.keys() - files.keys())):
-            raise AlteredCheckpointError(f"the manifest of {folder} does not have {_few(unsummed)}")
-        return cls(metadata, files, manifest_name(content))
-
-
-def read_verified(path: str | Path) -> CheckpointContents:
-    """The contents of a checkpoint after checking every byte of its files; every rank calls it.
-
-    Ranks share the work: each checks a part.
-
-    Raises:
-        FileNotFoundError: The folder does not exist.
-        ValueError: The checkpoint is incomplete or was altered, or is not the same one for all ranks.
-    """
-    fault: Exception | None = None
-    folder, contents = Path(path), CheckpointContents(Metadata({}), None, "")
-    try:
-        contents = CheckpointContents.read(folder)
-    except (OSError, ValueError) as error:
-        fault = error
-    first = broadcast_object(contents.manifest)
-    if fault is None and first and contents.manifest != first:
-        fault = ValueError(
-            f"{folder.absolute()} on {socket.gethostname()} is not the checkpoint that rank 0 loads: name "
-            "one folder, on a file system that all ranks share"
-        )
-    raise_together(fault)
-    rank, size = (dist.get_rank(), dist.get_world_size()) if has_process_group() else (0, 1)
-    try:
-        if contents.files is None:
-            # All ranks see the same folder.
-            stored = stored_files(contents.metadata.storage_data.values())
-            faults = _faults(folder, stored) if is_first() else ""
-        else:
-            faults = _few(altered(folder, contents.files, rank, size))
-    except OSError as error:
-        faults = str(error)
-    everyone = list(dict.fromkeys(filter(None, gather_objects(faults))))
-    if everyone:
-        raise AlteredCheckpointError(
-            f"{path} is not a complete checkpoint as it was saved: {'; '.join(everyone)}. Nothing was "
-            "loaded; load another one"
-        )
-    return contents
-
-
 def describe_failures(error: CheckpointException) -> str:
     """The errors of all ranks in a save or a load, on one line."""
     errors = {rank: f"{type(cause).__name__}: {cause}" for rank, (cause, _) in error.failures.items()}
     return by_ranks(errors, world_size=0)
-
-
-def _faults(folder: Path, files: Mapping[str, int]) -> str:
-    """The first few files that are missing or too short, as text; empty if there are none."""
-    found = []
-    for name, size in sorted(files.items()):
-        file = folder / name
-        there = file.stat().st_size if file.exists() else None
-        if there is None:
-            found.append(f"{name} is missing")
-        elif there < size:
-            found.append(f"{name} has {there} of {size} bytes")
-    return _few(found)
-
-
-def _few(faults: Iterable[str]) -> str:
-    found = list(faults)
-    more = f" and {len(found) - _LISTED} more faults" if len(found) > _LISTED else ""
-    return ", ".join(found[:_LISTED]) + more
 
 
 def _sync(path: Path) -> None:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from osdp.comm.objects import gather_objects, has_process_group, is_first
-from osdp.runtime.checkpoint.folder import CheckpointContents
+from osdp.runtime.checkpoint.contents import CheckpointContents
 from osdp.runtime.ranks.shared_faults import raise_together
 
 logger = logging.getLogger(__name__)

@@ -7,6 +7,7 @@ written under their owner's name.
 """
 
 from collections.abc import Collection, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
@@ -32,7 +33,8 @@ from osdp.runtime.checkpoint.background import (
     wait_for_saves,
 )
 from osdp.runtime.checkpoint.blocked_states import in_blocks_of, in_one_block
-from osdp.runtime.checkpoint.folder import NewCheckpoint, describe_failures, read_verified
+from osdp.runtime.checkpoint.contents import Verification, read_verified
+from osdp.runtime.checkpoint.folder import NewCheckpoint, describe_failures
 from osdp.runtime.checkpoint.kept import Kept, KeptState
 from osdp.runtime.checkpoint.match import require_same
 from osdp.runtime.checkpoint.optimizer_options import (
@@ -195,14 +197,20 @@ def save_async(
     step, keep_last = options.get("step"), options.get("keep_last")
     folder = step_folder(path, step, keep_last)
     steps = Path(path).absolute()
-    kept = KeptState.of(
-        options.get("scheduler"), step, options.get("rng", False), options.get("data"), options.get("extra")
-    ).packed()
-    with _fresh_again(optimizer):
+    with _fresh_again(optimizer), ThreadPoolExecutor(1, thread_name_prefix="osdp-copy") as copying:
         state = _stored(model, optimizer)
         check_room_for_copy(model, state)
+        # While ranks agree.
+        copy = copying.submit(copy_of, state)
+        kept = KeptState.of(
+            options.get("scheduler"),
+            step,
+            options.get("rng", False),
+            options.get("data"),
+            options.get("extra"),
+        ).packed()
         new = NewCheckpoint(folder)
-        copied = copy_of(state)
+        copied = copy.result()
     group = background_group()
 
     def write() -> None:
@@ -270,13 +278,15 @@ def load(
             "model.to_empty(device=...) first, or wrap it by OSDP(model, ...)"
         )
     folder = latest_step(path)
-    contents = read_verified(folder)
-    kept = KeptState.read(folder, contents)
-    kept.check(scheduler, str(folder))
+    verification = Verification.start(folder)
     is_fresh = optimizer is not None and not optimizer.state
     try:
+        # While the disk is read.
         with _gradients_aside(optimizer if is_fresh else None):
             state = _state(model, optimizer)
+        contents = verification.finish()
+        kept = KeptState.read(folder, contents)
+        kept.check(scheduler, str(folder))
         options: State = {}
         mixed: list[str] = []
         if optimizer is not None and are_in_groups(contents.metadata):

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from osdp.comm.objects import is_first, on_first_rank
-from osdp.runtime.checkpoint.folder import METADATA
+from osdp.runtime.checkpoint.contents import METADATA
 from osdp.runtime.ranks.shared_faults import raise_together
 
 logger = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ from osdp import OSDP
 from osdp.plan.sharding import Mode
 from osdp.runtime import checkpoint
 from osdp.runtime.checkpoint import folder as checkpoint_folder
-from osdp.runtime.checkpoint.folder import read_verified
+from osdp.runtime.checkpoint.contents import read_verified
 from tests.helpers.distributed import RankError, run
 from tests.helpers.nets import Net, loss_of, tokens
 from tests.helpers.plans import plan_by_hand
