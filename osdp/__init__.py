@@ -57,10 +57,12 @@ if TYPE_CHECKING:
     from osdp.plan.plan import Plan
     from osdp.plan.sharding import Mode
     from osdp.plan.token_slices import TokenSlices
+    from osdp.tracing.sample_batch import BatchMix
     from osdp.wrapper import OSDP, OptimalShardedDataParallel
 
 __all__ = [
     "OSDP",
+    "BatchMix",
     "DeviceInfo",
     "HostLink",
     "InfeasibleError",
@@ -97,6 +99,7 @@ _HOME = {
     "diff": "osdp.explain.difference",
     "what_if": "osdp.explain.what_if",
     "gen_fsdp_args": "osdp.integrations.paper_options",
+    "BatchMix": "osdp.tracing.sample_batch",
     "DeviceInfo": "osdp.hardware.device_info",
     "HostLink": "osdp.hardware.device_info",
     "Link": "osdp.hardware.device_info",

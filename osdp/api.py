@@ -9,6 +9,7 @@ from torch import nn
 from osdp.comm.objects import on_first_rank
 from osdp.errors import InfeasibleError
 from osdp.hardware.device_info import DeviceInfo
+from osdp.hardware.profile import Profile
 from osdp.inputs import (
     choosable_local_batches,
     make_profiler,
@@ -42,10 +43,11 @@ from osdp.plan.tensor_parallel import TensorParallelPlan
 from osdp.profiler.cache import MeasurementCache
 from osdp.profiler.links.axis_links import with_tensor_links
 from osdp.runtime.running import check_model_parallel_options
+from osdp.search.batch_mix import BatchShape, best_plan_of_mix
 from osdp.search.pipeline.planner import best_pipeline
 from osdp.search.sharding.planner import batches, best_plan
 from osdp.tracing.dataflow import trace_flow
-from osdp.tracing.sample_batch import SampleBatch
+from osdp.tracing.sample_batch import BatchMix, SampleBatch
 from osdp.tracing.tensor_parallel.derive import derive
 
 if TYPE_CHECKING:
@@ -72,7 +74,8 @@ def make_plan(
         model: The plain model; it may be on ``meta``. ``None`` if ``profile`` is given, or if times estimated
             from the speeds in ``device_info`` suffice; stages and tensor parallelism need the model.
         model_desc: Its ModelDesc, or a sample batch to describe the model with: one microbatch of one
-            data-parallel rank. Stages need a batch of plain tensors.
+            data-parallel rank; or a :class:`osdp.BatchMix` of several. Stages need a single one, of plain
+            tensors.
         device_info: A DeviceInfo; or, to measure the live process group, a memory limit such as ``"8GiB"``,
             or ``None`` for all of its memory. With stages, a DeviceInfo of the data-parallel ranks of one
             stage, or one of all ranks, from which only the memory limit is taken.
@@ -92,14 +95,19 @@ def make_plan(
     dims, mesh = resolve_mesh(model, mesh, chosen)
     check_together(chosen, dims)
     if dims is None:
+        make: Callable[..., Plan] = _data_parallel_plan
+        if isinstance(model_desc, BatchMix):
+            make = _plan_of_mix
         try:
-            return _data_parallel_plan(model, model_desc, device_info, training, mesh, loss_fn, chosen)
+            return make(model, model_desc, device_info, training, mesh, loss_fn, chosen)
         except InfeasibleError:
             if chosen["start"] == MEASURED:
                 raise
             # Raised on all ranks. What nothing fits into by its upper end may do when it is measured.
             measured: PlanOptions = {**chosen, "start": MEASURED}
-            return _data_parallel_plan(model, model_desc, device_info, training, mesh, loss_fn, measured)
+            return make(model, model_desc, device_info, training, mesh, loss_fn, measured)
+    if isinstance(model_desc, BatchMix):
+        raise ValueError("stages and tensor parallelism are planned for one shape: pass the largest batch")
     check_model_parallel_options(find_unused_parameters=True, double_backward=chosen["double_backward"])
     assert model is not None  # resolve_mesh raises without a model
     return _model_parallel_plan(model, model_desc, device_info, training, dims, mesh, loss_fn, chosen)
@@ -132,6 +140,44 @@ def _data_parallel_plan(
     candidates = batches(training, sizes, chosen["microbatches"], measure, samples)
     cache.report()
     return on_first_rank(lambda: best_plan(description, candidates, device, rules), group)
+
+
+def _plan_of_mix(
+    model: nn.Module | None,
+    mix: BatchMix,
+    device_info: DeviceInfo | str | int | None,
+    training: Training | None,
+    mesh: "DeviceMesh | None",
+    loss_fn: Callable[..., Any] | None,
+    chosen: PlanOptions,
+) -> Plan:
+    """The plan of a model that each rank computes as a whole, for batches of several shapes."""
+    for name in ("local_batches", "global_batch"):
+        if dict(chosen)[name]:
+            raise ValueError(f"{name} chooses a batch, and a BatchMix has them all: leave it out")
+    given = chosen["profile"]
+    profiles = [None] * len(mix.batches) if given is None else given
+    if isinstance(profiles, Profile) or len(profiles) != len(mix.batches):
+        raise ValueError(f"a BatchMix of {len(mix.batches)} batches needs a profile of each, in their order")
+    allowed, mesh = allowed_modes(chosen), mesh or mesh_to_measure(model, given)
+    group = mesh.get_group() if mesh is not None else None
+    cache = MeasurementCache(chosen["cache_dir"], group, measures=chosen["start"] == MEASURED)
+    device = resolve_device(device_info, mesh, chosen["group_sizes"], cache)
+    rules = make_search_options(allowed, chosen, device)
+    shapes = []
+    for batch, share, profile in zip(mix.batches, mix.shares, profiles, strict=True):
+        description, sample = resolve_description(model, batch, loss_fn, chosen["auto_wrap_policy"])
+        training = resolve_training(training, description, chosen)
+        own: PlanOptions = {**chosen, "profile": profile}
+        measure = make_profiler(model, description, sample, device, own, mesh, loss_fn, cache)
+        at_batch = replace(training, local_batch=description.local_batch)
+        shapes.append(BatchShape(description, measure([at_batch])[0], share))
+    cache.report()
+    assert training is not None
+    trainings = [
+        replace(training, microbatches=count) for count in chosen["microbatches"] or [training.microbatches]
+    ]
+    return on_first_rank(lambda: best_plan_of_mix(shapes, trainings, device, rules), group)
 
 
 def _model_parallel_plan(

@@ -23,7 +23,7 @@ from osdp.runtime.computation import Computation
 from osdp.runtime.mesh import data_parallel_mesh, device_type, require_process_group
 from osdp.runtime.running import RunningModel, apply, check_model_parallel_options
 from osdp.text import parse_bytes
-from osdp.tracing.sample_batch import SampleBatch
+from osdp.tracing.sample_batch import BatchMix, SampleBatch
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ def check_reuse(model: nn.Module, asked: Asked) -> None:
 
 def _samples(described: Any) -> int | None:
     """Samples of what a model is described with, if that is a batch."""
-    if described is None or isinstance(described, ModelDesc):
+    if described is None or isinstance(described, (ModelDesc, BatchMix)):
         return None
     return SampleBatch.of(described).local_batch
 

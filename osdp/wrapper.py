@@ -80,7 +80,7 @@ class OSDP(Stepped, Wrapped, PlannedModule, nn.Module):
 
     Args:
         model: The plain model; changed in place. May be built on ``meta``.
-        model_desc: Its ModelDesc, or a sample batch to describe it with.
+        model_desc: Its ModelDesc, or a sample batch to describe it with; a :class:`osdp.BatchMix` of several.
         device_info: The DeviceInfo, or a memory limit such as ``"8GiB"``.
         training: How it is trained; a default is derived if ``None``.
         plan: A plan to run, which saves planning.

@@ -281,6 +281,11 @@ class ModelDesc(Savable):
         return sum(operator.nbytes for operator in self.operators)
 
     @property
+    def batch_shape(self) -> tuple[int, ...]:
+        """Shape of the first tensor of the batch that has samples."""
+        return next((spec.shape for spec in self.sample if spec.shape), ())
+
+    @property
     def tokens_per_sample(self) -> int | None:
         """Tokens of a sample, if the batch begins with token ids of shape ``(samples, tokens)``."""
         first = self.sample[0] if self.sample else None

@@ -82,7 +82,12 @@ def split(inputs: Any, targets: Any, num_microbatches: int, device: torch.device
 
 def num_samples(inputs: Any) -> int:
     """Size of dim 0 of the first tensor that has one, among nested ``inputs``; 0 without tensors."""
-    return next((len(leaf) for leaf in tree_leaves(inputs) if _has_batch(leaf)), 0)
+    return next(iter(batch_shape(inputs)), 0)
+
+
+def batch_shape(inputs: Any) -> tuple[int, ...]:
+    """Shape of the first tensor that has a dim 0, among nested ``inputs``; empty without one."""
+    return next((tuple(leaf.shape) for leaf in tree_leaves(inputs) if _has_batch(leaf)), ())
 
 
 def _has_batch(leaf: Any) -> bool:

@@ -1,6 +1,6 @@
 """SampleBatch: the arguments of one forward, from whatever form the user gives them in."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -141,3 +141,30 @@ class SampleBatch:
     def run(self, model: nn.Module) -> Any:
         """Run ``model`` on this batch; returns its outputs."""
         return model(*self.args, **self.kwargs)
+
+
+@dataclass(frozen=True)
+class BatchMix:
+    """Batches of several shapes that a model trains on, for a plan that fits all and is fastest in the mean.
+
+    Attributes:
+        batches: A batch of each shape, as for :meth:`osdp.ModelDesc.from_module`, or a ModelDesc.
+        weights: How often each occurs, in any unit; all equally often if empty.
+    """
+
+    batches: Sequence[Any]
+    weights: Sequence[float] = ()
+
+    def __post_init__(self) -> None:
+        if not self.batches:
+            raise ValueError("a BatchMix needs at least one batch")
+        if self.weights and len(self.weights) != len(self.batches):
+            raise ValueError(f"{len(self.weights)} weights do not fit {len(self.batches)} batches")
+        if wrong := [weight for weight in self.weights if not weight > 0]:
+            raise ValueError(f"weights say how often a batch occurs and must be positive, got {wrong[0]}")
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """Part of all batches that each shape has."""
+        weights = self.weights or [1.0] * len(self.batches)
+        return tuple(weight / sum(weights) for weight in weights)

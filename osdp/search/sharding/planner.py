@@ -292,8 +292,15 @@ def whole_plan(
         optimal=sharding.optimal,
         measured_profile=problem.profile.measured,
         dp=device.world_size,
+        batch_shapes=(_planned_shape(model_desc, problem.profile.local_batch),),
         notes=(*search_notes(found, gap), *device.doubts, *problem.profile.doubts, *model_desc.doubts),
     )
+
+
+def _planned_shape(model_desc: ModelDesc, local_batch: int) -> tuple[int, ...]:
+    """Shape of the first tensor of a batch of so many samples."""
+    shape = model_desc.batch_shape
+    return (local_batch, *shape[1:]) if shape[:1] == (model_desc.local_batch,) else shape
 
 
 def sharding_plan(

@@ -1,0 +1,212 @@
+"""Search for one plan for batches of several shapes: within the limit at each, and fastest in the mean.
+
+The search is that of one shape, the largest, whose segments take the mean seconds of all. The time of a step
+is a maximum of functions that are linear in the seconds of segments (:mod:`osdp.cost.sharding.time`), so the
+step of the mean is never longer than the mean of the steps (Jensen), and as long where one of these
+functions decides at all shapes. The plan is judged by the mean of the steps, beside the best plans for each
+shape alone.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+
+from osdp.cost.evaluate import evaluate
+from osdp.errors import InfeasibleError, LargeOperator
+from osdp.hardware.device_info import DeviceInfo
+from osdp.hardware.profile import PassProfile, Profile, SegmentProfile
+from osdp.model.description import ModelDesc
+from osdp.model.training import Training
+from osdp.plan.plan import Plan
+from osdp.plan.search_options import SHARDING, SearchOptions
+from osdp.plan.sharding import Prediction
+from osdp.search.sharding.planner import Candidate, best_plan
+from osdp.text import format_bytes, format_seconds
+
+#: How often the limit is lowered where another shape than the one that was searched with exceeds it.
+_MOST_TRIES = 5
+#: Relative differences in the seconds of a step that are none.
+_ALIKE = 1e-3
+_LARGEST_SHOWN = 3
+
+
+@dataclass(frozen=True, slots=True)
+class BatchShape:
+    """One of the shapes that a model is trained on.
+
+    Attributes:
+        model_desc: The model, described with a batch of this shape.
+        profile: Its profile at that batch.
+        share: Part of all batches that have it.
+    """
+
+    model_desc: ModelDesc
+    profile: Profile
+    share: float
+
+    @property
+    def words(self) -> str:
+        """The shape, in words."""
+        return " x ".join(map(str, self.model_desc.batch_shape))
+
+
+def best_plan_of_mix(
+    shapes: Sequence[BatchShape],
+    trainings: Sequence[Training],
+    device: DeviceInfo,
+    options: SearchOptions = SHARDING,
+) -> Plan:
+    """The plan with the fewest seconds a step in the mean over ``shapes`` that keeps the limit at each.
+
+    Args:
+        shapes: The shapes; their shares add up to 1.
+        trainings: Trainings that differ in their microbatches.
+        device: The devices and their memory limit.
+        options: Allowed choices.
+
+    Raises:
+        InfeasibleError: Nothing fits at one of the shapes.
+    """
+    largest = max(shapes, key=lambda shape: _saved_bytes(shape.model_desc))
+    mean = replace(largest, profile=_mean_profile(largest, shapes))
+    plan, steps = _fitting(mean, shapes, trainings, device, options)
+    least = _mean_seconds(steps, shapes)
+    optimal = plan.optimal and least <= plan.predicted.step_seconds * (1 + _ALIKE)
+    basis, per_pass = plan.basis, least / plan.training.microbatches
+    for shape in shapes:
+        try:
+            own, its_steps = _fitting(shape, shapes, trainings, device, options)
+        except InfeasibleError:
+            continue
+        its_seconds = _mean_seconds(its_steps, shapes) / own.training.microbatches
+        if its_seconds < per_pass * (1 - _ALIKE):
+            plan, steps, per_pass, optimal = own, its_steps, its_seconds, False
+    return replace(_with_mean(plan, steps, shapes, largest, optimal), basis=basis)
+
+
+def _fitting(
+    shape: BatchShape,
+    shapes: Sequence[BatchShape],
+    trainings: Sequence[Training],
+    device: DeviceInfo,
+    options: SearchOptions,
+) -> tuple[Plan, list[Prediction]]:
+    """The best plan for ``shape`` that keeps the limit at all ``shapes``, and its steps at these."""
+    limit = device.memory_limit
+    for _ in range(_MOST_TRIES):
+        candidates = [
+            Candidate(replace(training, local_batch=shape.profile.local_batch), shape.profile)
+            for training in trainings
+        ]
+        plan = best_plan(shape.model_desc, candidates, replace(device, memory_limit=limit), options)
+        steps = [_step_at(plan, each, device) for each in shapes]
+        over = max(step.peak_bytes for step in steps) - device.memory_limit
+        if over <= 0:
+            return replace(plan, memory_limit=device.memory_limit, device=device.fingerprint), steps
+        limit -= over
+    # The last one tells how much is missing.
+    tightest = max(zip(steps, shapes, strict=True), key=lambda pair: pair[0].peak_bytes)[1]
+    raise InfeasibleError(
+        limit=device.memory_limit,
+        best_peak=max(step.peak_bytes for step in steps),
+        largest=[
+            LargeOperator(op.name, op.nbytes)
+            for op in sorted(shape.model_desc.operators, key=lambda op: -op.nbytes)[:_LARGEST_SHOWN]
+        ],
+        suggestions=[f"leave out batches of {tightest.words}, or make them smaller"],
+        lowest=plan,
+    )
+
+
+def _step_at(plan: Plan, shape: BatchShape, device: DeviceInfo) -> Prediction:
+    training = replace(plan.training, local_batch=shape.profile.local_batch)
+    return evaluate(plan, shape.profile, device, training, shape.model_desc)
+
+
+def _mean_seconds(steps: Sequence[Prediction], shapes: Sequence[BatchShape]) -> float:
+    return sum(shape.share * step.step_seconds for step, shape in zip(steps, shapes, strict=True))
+
+
+def _with_mean(
+    plan: Plan,
+    steps: Sequence[Prediction],
+    shapes: Sequence[BatchShape],
+    largest: BatchShape,
+    optimal: bool,
+) -> Plan:
+    """``plan`` with the prediction of the mean, and what each shape takes."""
+
+    def mean(name: str) -> float:
+        return float(sum(s.share * getattr(step, name) for step, s in zip(steps, shapes, strict=True)))
+
+    worst = max(steps, key=lambda step: step.peak_bytes)
+    predicted = replace(
+        worst,
+        step_seconds=mean("step_seconds"),
+        compute_seconds=mean("compute_seconds"),
+        communication_seconds=mean("communication_seconds"),
+        optimizer_seconds=mean("optimizer_seconds"),
+        spread=plan.predicted.spread,
+    )
+    told = [
+        f"batches of {shape.words}, {shape.share:.0%} of all: {format_seconds(step.step_seconds)} a step, "
+        f"peak {format_bytes(step.peak_bytes)}"
+        for step, shape in zip(steps, shapes, strict=True)
+    ]
+    if len({shape.profile.local_batch for shape in shapes}) > 1:
+        told.append("samples per second are told as if all batches had the samples of the largest")
+    return replace(
+        plan.with_sharding(predicted=predicted, optimal=optimal),
+        predicted=predicted,
+        optimal=optimal,
+        training=replace(plan.training, local_batch=largest.profile.local_batch),
+        batch_shapes=tuple(shape.model_desc.batch_shape for shape in shapes),
+        notes=(*plan.notes, *told),
+    )
+
+
+def _saved_bytes(model_desc: ModelDesc) -> float:
+    return sum(segment.saved_bytes(model_desc.local_batch) for segment in model_desc.segments)
+
+
+def _mean_profile(largest: BatchShape, shapes: Sequence[BatchShape]) -> Profile:
+    """The profile of the largest shape with the mean seconds of all; its own if they run other code."""
+    tables = [_by_place(shape) for shape in shapes]
+    places: dict[str, list[tuple[str, int, int]]] = defaultdict(list)
+    for segment in largest.model_desc.segments:
+        places[segment.signature].append((segment.module, segment.call, segment.part))
+    if any(table.keys() != tables[0].keys() for table in tables):
+        return largest.profile
+
+    def mean(signature: str, which: str) -> PassProfile:
+        alike = [
+            [getattr(table[place], which) for place in places[signature]] for table in tables
+        ]  # passes of each shape
+        seconds, host = (
+            sum(
+                shape.share * fmean(getattr(each, name) for each in passes)
+                for shape, passes in zip(shapes, alike, strict=True)
+            )
+            for name in ("seconds", "host_seconds")
+        )
+        own: PassProfile = alike[shapes.index(largest)][0]
+        return replace(own, seconds=seconds, host_seconds=host)
+
+    return replace(
+        largest.profile,
+        segments=tuple(
+            replace(
+                segment,
+                forward=mean(segment.signature, "forward"),
+                backward=mean(segment.signature, "backward"),
+            )
+            for segment in largest.profile.segments
+        ),
+    )
+
+
+def _by_place(shape: BatchShape) -> dict[tuple[str, int, int], SegmentProfile]:
+    """The profile of each segment, by module, call and part."""
+    known = {segment.signature: segment for segment in shape.profile.segments}
+    return {(s.module, s.call, s.part): known[s.signature] for s in shape.model_desc.segments}

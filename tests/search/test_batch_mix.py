@@ -1,0 +1,170 @@
+"""One plan for batches of several shapes fits the largest, and is the fastest for how often each occurs."""
+
+import itertools
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from benchmarks.support.candidates import given_device
+from benchmarks.support.models import CASES, loss_of
+from osdp import OSDP, BatchMix, InfeasibleError, ModelDesc, Plan, Training, codec, make_plan
+from osdp.cost.evaluate import evaluate
+from osdp.hardware.device_info import DeviceInfo
+from osdp.plan.sharding import Mode
+from osdp.profiler.roofline import estimate
+from osdp.search.batch_mix import BatchShape, best_plan_of_mix
+from osdp.search.sharding.planner import Candidate, best_plan
+from tests.helpers.distributed import run
+
+CASE = CASES["gpt2-tiny"]
+TRAINING = Training(microbatches=1)
+
+
+def batch(samples: int, length: int) -> dict[str, torch.Tensor]:
+    ids = torch.arange(samples * length).view(samples, length) % 64
+    return {"input_ids": ids, "labels": ids}
+
+
+def devices(limit: int = 2**40) -> DeviceInfo:
+    return replace(given_device(2), memory_limit=limit, flops=2e9, memory_bandwidth=5e9)
+
+
+def shapes_of(
+    sizes: Sequence[tuple[int, int]], shares: Sequence[float], device: DeviceInfo
+) -> list[BatchShape]:
+    found = []
+    for (samples, length), share in zip(sizes, shares, strict=True):
+        desc = ModelDesc.from_module(CASE.model(device="meta"), batch(samples, length))
+        training = replace(TRAINING, local_batch=samples)
+        found.append(BatchShape(desc, estimate(desc, device, training), share))
+    return found
+
+
+def steps_of(plan: Plan, shapes: Sequence[BatchShape], device: DeviceInfo) -> list[Any]:
+    return [
+        evaluate(
+            plan, s.profile, device, replace(plan.training, local_batch=s.profile.local_batch), s.model_desc
+        )
+        for s in shapes
+    ]
+
+
+def mean_of(plan: Plan, shapes: Sequence[BatchShape], device: DeviceInfo) -> float:
+    steps = steps_of(plan, shapes, device)
+    return sum(s.share * step.step_seconds for s, step in zip(shapes, steps, strict=True))
+
+
+SIZES = [(2, 32), (2, 8), (8, 4)]
+
+
+@pytest.mark.parametrize("shares", [(0.1, 0.8, 0.1), (0.6, 0.2, 0.2)])
+@pytest.mark.parametrize("share", [0.1, 0.5, 1.0])
+def test_it_fits_the_largest_and_is_the_fastest_in_the_mean(shares: Any, share: float) -> None:
+    device = devices()
+    shapes = shapes_of(SIZES, shares, device)
+    low, high = (
+        make_plan(
+            None, shapes[0].model_desc, device, training=replace(TRAINING, local_batch=2),
+            profile=shapes[0].profile, strategy=strategy,
+        ).predicted.peak_bytes
+        for strategy in ("FULL_SHARD", "NO_SHARD")
+    )  # fmt: skip
+    device = devices(int(low + share * (high - low)))
+    found = best_plan_of_mix(shapes, [TRAINING], device)
+    steps = steps_of(found, shapes, device)
+    assert max(step.peak_bytes for step in steps) == found.predicted.peak_bytes <= device.memory_limit
+    assert found.predicted.step_seconds == pytest.approx(mean_of(found, shapes, device))
+    # No other plan that fits is faster: those for each shape, and uniform ones.
+    for shape, strategy in itertools.product(shapes, (None, *Mode)):
+        try:
+            training = replace(TRAINING, local_batch=shape.profile.local_batch)
+            if strategy is None:
+                rival = best_plan(shape.model_desc, [Candidate(training, shape.profile)], device)
+            else:
+                rival = make_plan(
+                    None, shape.model_desc, device, training=training, profile=shape.profile,
+                    strategy=str(strategy),
+                )  # fmt: skip
+        except (InfeasibleError, ValueError):
+            continue
+        if max(step.peak_bytes for step in steps_of(rival, shapes, device)) <= device.memory_limit:
+            assert found.predicted.step_seconds <= mean_of(rival, shapes, device) * 1.002, strategy
+    assert found.batch_shapes == tuple(SIZES) and found.local_batch == 2
+    told = [note for note in found.notes if note.startswith("batches of ")]
+    assert len(told) == 3 and f"batches of 8 x 4, {shares[2]:.0%} of all" in told[2]
+    assert any("samples of the largest" in note for note in found.notes)
+    assert codec.from_json(Plan, codec.to_json(found)) == found
+    assert found.basis is not None and found.explain().units
+
+
+def test_how_often_a_shape_occurs_decides() -> None:
+    device = devices()
+    # Of long batches compute hides all reductions; of short ones nothing does.
+    means = []
+    for shares in ((0.99, 0.01), (0.01, 0.99)):
+        shapes = shapes_of([(2, 32), (2, 4)], shares, device)
+        means.append(best_plan_of_mix(shapes, [TRAINING], device).predicted.step_seconds)
+    assert means[1] < means[0]
+
+
+def test_nothing_fits_the_largest() -> None:
+    device = devices(2**19)
+    with pytest.raises(InfeasibleError, match=r"nothing fits the memory limit of 512\.00 KiB"):
+        best_plan_of_mix(shapes_of(SIZES, (0.2, 0.4, 0.4), device), [TRAINING], device)
+
+
+def test_what_a_mix_is() -> None:
+    assert BatchMix([1, 2], [3.0, 1.0]).shares == (0.75, 0.25) and BatchMix([1, 2]).shares == (0.5, 0.5)
+    for batches, weights, said in (
+        ([], [], "at least one"),
+        ([1], [1.0, 2.0], "2 weights do not fit 1"),
+        ([1], [0.0], "must be positive"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            BatchMix(batches, weights)
+    mix = BatchMix([batch(2, 8), batch(2, 4)])
+    model = CASE.model(device="meta")
+    for options, said in (
+        ({"global_batch": 8}, "global_batch chooses a batch"),
+        ({"local_batches": [2]}, "local_batches chooses a batch"),
+        ({"pp": 2, "dp": 1}, "planned for one shape"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            make_plan(model, mix, devices(), **options)  # type: ignore[arg-type]
+    desc = ModelDesc.from_module(model, batch(2, 8))
+    with pytest.raises(ValueError, match="needs a profile of each"):
+        make_plan(None, mix, devices(), profile=estimate(desc, devices(), replace(TRAINING, local_batch=2)))
+
+
+def trains() -> tuple[list[str], list[float]]:
+    """Measured, on batches of the mix without a word, and with one on a longer batch."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    mix = BatchMix([batch(2, 16), batch(4, 4)], [1, 3])
+    model = OSDP(CASE.model(), mix, replace(given_device(2), memory_limit=2**30))
+    assert model.plan.measured_profile and model.plan.batch_shapes == ((2, 16), (4, 4))
+    optimizer = torch.optim.AdamW(model.parameters())
+    logging.getLogger("osdp").addHandler(handler)
+    losses = []
+    for samples, length in ((2, 16), (4, 4), (1, 9), (4, 8), (2, 32)):
+        optimizer.zero_grad()
+        loss = loss_of(model(**batch(samples, length)))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    logging.getLogger("osdp").removeHandler(handler)
+    assert dist.get_world_size() == 2
+    return said, losses
+
+
+def test_a_model_trains_on_a_mix() -> None:
+    (told, losses), (silent, same) = run(2, trains, timeout=100)
+    assert losses == same and silent == []
+    assert len(told) == 1 and told[0].startswith("a batch is 2 x 32, the plan was made for 2 x 16 and 4 x 4:")
+    assert "osdp.BatchMix of all" in told[0]
