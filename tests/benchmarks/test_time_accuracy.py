@@ -12,6 +12,7 @@ def row(name: str, group: str, predicted: float, measured: float) -> dict[str, o
         "predicted": predicted,
         "measured": measured,
         "relative_error": predicted / measured - 1,
+        "error_before": 0.5,
     }
 
 
@@ -32,6 +33,7 @@ def test_errors_count_over_all_points_and_orders_within_large_groups_only() -> N
     assert summary["worst"] == pytest.approx(1.2)
     assert summary["bias"] == pytest.approx((-0.6 + 1.2 - 0.45) / 8)
     assert summary["mean_tau_within_groups"] == 1
+    assert summary["mape_before"] == summary["bias_before"] == pytest.approx(0.5)
 
 
 def test_groups_that_could_not_be_measured_are_left_out() -> None:
