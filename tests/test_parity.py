@@ -129,13 +129,16 @@ def cases(chosen: Chosen) -> list[Case]:
 def split_cases(chosen: Chosen) -> list[Case]:
     layouts = ("shard each", "mixed leaves", "shard apart")
     counts = ((2, 0), (3, 0), (5, 0), (5, 2), (3, 3), (4, 2))
-    by_exchange = partial(in_groups, mode=Mode.FULL_SHARD, group_size=0, route=Route.EXCHANGE)
+    by_exchange, all_by_exchange = (
+        partial(in_groups, mode=Mode.FULL_SHARD, group_size=0, route=route)
+        for route in (Route.EXCHANGE, Route.EXCHANGE_ALL)
+    )
     # AdamW would turn the rounding of gradients near zero into whole updates, which later steps amplify.
     optimizers = {None: "AdamW foreach", "bfloat16": "SGD foreach"}
     grid = [
         Case(layout, tied, False, accumulate, dtypes, optimizers[dtypes[0]], slices, kept, grouping=grouping)
         for (slices, kept), layout, accumulate, dtypes, tied, grouping in chosen(
-            counts, layouts, ACCUMULATE, DTYPES[:3], (True, False), (None, by_exchange)
+            counts, layouts, ACCUMULATE, DTYPES[:3], (True, False), (None, by_exchange, all_by_exchange)
         )
     ]
     grid += [Case("shard apart", optimizer=name, slices=2) for name in OPTIMIZERS]

@@ -95,6 +95,37 @@ class TwoStepAllGather(_Temporary, AllGather):
         return work
 
 
+class FlatAllGather(_Temporary, AllGather):
+    """All-gather over all ranks of the group by messages, right into place.
+
+    gloo's own fills a copy of the output first, and passes shards on around a ring: of 4 MiB over two ranks
+    on one machine it takes 1.1 times as long, over four 3.7 times (torch 2.13, 2026-11). Where several ranks
+    share a slow link the ring is faster, which sends each shard over it once.
+    """
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Fill ``output_tensor`` with the inputs of all ranks, in rank order."""
+        del async_op  # FSDP2 waits for works of c10d alone
+        self.start(output_tensor, input_tensor, group).wait()
+        return None
+
+    def start(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup
+    ) -> PendingMessages:
+        """The same, to be waited for."""
+        parts = output_tensor.view(group.size(), -1)  # (num_ranks, shard)
+        mine = parts[group.rank()]
+        if mine.data_ptr() != input_tensor.data_ptr():
+            mine.copy_(input_tensor.view(-1))
+        return start_gather(parts, group)
+
+
 class FlatReduceScatter(_Temporary, ReduceScatter):
     """Reduce-scatter over all ranks of the group as an exchange of shards and a local sum.
 
@@ -390,5 +421,8 @@ def set_route(module: nn.Module, route: Route, grid: Grid | None = None) -> None
         assert grid is not None
         module.set_custom_all_gather(TwoStepAllGather(grid, by_exchange=route.by_exchange))
         module.set_custom_reduce_scatter(TwoStepReduceScatter(grid, by_exchange=route.by_exchange))
-    elif route.by_exchange:
+        return
+    if route.by_exchange:
         module.set_custom_reduce_scatter(FlatReduceScatter())
+    if route.gathers_by_exchange:
+        module.set_custom_all_gather(FlatAllGather())

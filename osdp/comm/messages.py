@@ -3,6 +3,8 @@
 import threading
 from collections.abc import Iterable
 from datetime import timedelta
+from functools import cache
+from queue import Empty, SimpleQueue
 
 import torch.distributed as dist
 
@@ -19,8 +21,9 @@ class PendingMessages:
 
     def __init__(self, works: Iterable[dist.Work]) -> None:
         self._works = list(works)
-        self._thread: threading.Thread | None = None
-        self._ended = threading.Event()
+        #: Held while a thread waits; ``None`` before one does.
+        self._waiting: threading.Lock | None = None
+        self._has_ended = False
         self._error: BaseException | None = None
 
     def __len__(self) -> int:
@@ -29,8 +32,8 @@ class PendingMessages:
 
     def is_completed(self) -> bool:
         """Whether all have arrived, or one of them failed."""
-        if self._thread is not None:
-            return self._ended.is_set()
+        if self._waiting is not None:
+            return self._has_ended
         return all(work.is_completed() for work in self._works)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -45,14 +48,16 @@ class PendingMessages:
         Raises:
             RuntimeError: A message failed, or ``timeout`` is over: then another call waits on.
         """
-        if timeout is not None and self._thread is None and self._works:
-            # A daemon: the end of a program does not wait for a rank that never sends.
-            self._thread = threading.Thread(target=self._wait_in_thread, daemon=True)
-            self._thread.start()
-        if self._thread is None:
+        if timeout is not None and self._waiting is None and self._works:
+            self._waiting = threading.Lock()
+            self._waiting.acquire()
+            _waiter().work.put(self)
+        if self._waiting is None:
             self._wait()
-        elif not self._ended.wait(None if timeout is None else timeout.total_seconds()):
-            raise RuntimeError(f"messages of other ranks have not arrived within {timeout}")
+        elif not self._has_ended:
+            if not self._waiting.acquire(timeout=-1 if timeout is None else timeout.total_seconds()):
+                raise RuntimeError(f"messages of other ranks have not arrived within {timeout}")
+            self._waiting.release()
         if self._error is not None:
             raise self._error
         return True
@@ -62,13 +67,54 @@ class PendingMessages:
             self._works[0].wait()
             del self._works[0]  # and with it the tensor that it holds, before whoever waits goes on
 
-    def _wait_in_thread(self) -> None:
+    def wait_in_thread(self) -> None:
+        """Wait, and tell the thread that waits for this one."""
         try:
             self._wait()
         except BaseException as error:
             self._error = error
         finally:
-            self._ended.set()
+            self._has_ended = True
+            assert self._waiting is not None
+            self._waiting.release()
+
+
+class _Waiter(threading.Thread):
+    """A thread that waits for messages, and then for the next ones: to start one takes as long as a message.
+
+    A daemon: the end of a program does not wait for a rank that never sends.
+
+    Args:
+        idle: Where it says that it is idle.
+
+    Attributes:
+        work: The messages that it is given.
+    """
+
+    def __init__(self, idle: "SimpleQueue[_Waiter]") -> None:
+        super().__init__(name="osdp-messages", daemon=True)
+        self.work: SimpleQueue[PendingMessages] = SimpleQueue()
+        self._idle = idle
+        self.start()
+
+    def run(self) -> None:
+        """Wait for what it is given, one after the other."""
+        while True:
+            self.work.get().wait_in_thread()
+            self._idle.put(self)
+
+
+@cache
+def _idle_waiters() -> "SimpleQueue[_Waiter]":
+    return SimpleQueue()
+
+
+def _waiter() -> _Waiter:
+    """A thread that is idle: one that waits for a rank that never sends is never given anything more."""
+    try:
+        return _idle_waiters().get_nowait()
+    except Empty:
+        return _Waiter(_idle_waiters())
 
 
 def start_messages(receives: Iterable[dist.P2POp], sends: Iterable[dist.P2POp]) -> PendingMessages:

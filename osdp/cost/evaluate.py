@@ -10,6 +10,7 @@ import numpy as np
 
 from osdp.cost.sharding.memory import REGION_KINDS, PeakMoment
 from osdp.cost.sharding.problem import RootUnitCost, ShardingProblem, build_problem, cost_root
+from osdp.cost.sharding.shard_groups import ShardGroup
 from osdp.cost.sharding.simulate import StepEstimate, cost_spans, simulate_step, simulate_units
 from osdp.cost.sharding.solution import ShardingSolution
 from osdp.cost.sharding.strategies import STRATEGY_OF, UnitMode, UnitSpan, UnitStrategy, sliced
@@ -183,17 +184,9 @@ def _group_of(problem: ShardingProblem, unit: Unit) -> int:
         PlanMismatchError: The links of its shard group are unknown.
     """
     groups = [costs.shard_group for costs in problem.costs.by_group]
+    number = next((index for index, group in enumerate(groups) if _is_of(unit, group)), None)
     # A replicated unit is in no shard group; the first, of all ranks, stands for it.
-    hybrid = unit.mode is Mode.HYBRID_SHARD
-    number = next(
-        (
-            index
-            for index, group in enumerate(groups)
-            if (group.hybrid, group.group_size, group.route) == (hybrid, unit.group_size, unit.route)
-            or (unit.mode is Mode.NO_SHARD and index == 0)
-        ),
-        None,
-    )
+    number = 0 if unit.mode is Mode.NO_SHARD else number
     if number is None:
         known = ", ".join(str(size) for size in problem.device.group_sizes) or "none"
         raise PlanMismatchError(
@@ -204,6 +197,15 @@ def _group_of(problem: ShardingProblem, unit: Unit) -> int:
             ]
         )
     return number
+
+
+def _is_of(unit: Unit, group: ShardGroup) -> bool:
+    """Whether ``unit``, or its optimizer states, are sharded over ``group``, and on its route."""
+    if (group.hybrid, group.group_size) != (unit.mode is Mode.HYBRID_SHARD, unit.group_size):
+        return False
+    if unit.mode is Mode.SHARD_OPTIMIZER:  # which gathers nothing
+        return group.route.by_exchange is unit.route.by_exchange
+    return group.route is unit.route
 
 
 def _slice_faults(problem: ShardingProblem, unit: Unit, slices: Mapping[str, int]) -> list[str]:

@@ -38,7 +38,8 @@ class Link:
         latency: Seconds a collective of no bytes takes.
         bandwidth: Bytes of the whole tensor per second.
         residual: Largest relative error of the fit over the measured sizes; 0 if it was not measured.
-        by_exchange: Whether a unit is faster with exchanges of shards and local sums; not of all-reduces.
+        by_exchange: Whether a unit is faster with exchanges of shards, and local sums of what is reduced; not
+            of all-reduces.
     """
 
     collective: str

@@ -43,11 +43,13 @@ class Route(StrEnum):
     The paper's communication with groups is ``TWO_STEP``: shards are sent to the other groups once and are
     gathered inside each group; gradients are reduced inside the groups first. ``EXCHANGE`` replaces the
     backend's reduce-scatter by an exchange of shards and local sums, and the first step of a two-step
-    all-gather by an exchange. Gradients of SHARD_OPTIMIZER are all-reduced (``FLAT``) or exchanged.
+    all-gather by an exchange; ``EXCHANGE_ALL`` the all-gather in one step, too. Gradients of SHARD_OPTIMIZER
+    are all-reduced (``FLAT``) or exchanged.
     """
 
     FLAT = "flat"
     EXCHANGE = "exchange"
+    EXCHANGE_ALL = "exchange_all"
     TWO_STEP = "two_step"
     TWO_STEP_EXCHANGE = "two_step_exchange"
 
@@ -59,7 +61,12 @@ class Route(StrEnum):
     @property
     def by_exchange(self) -> bool:
         """Whether it reduces by an exchange of shards and local sums."""
-        return self in (Route.EXCHANGE, Route.TWO_STEP_EXCHANGE)
+        return self in (Route.EXCHANGE, Route.EXCHANGE_ALL, Route.TWO_STEP_EXCHANGE)
+
+    @property
+    def gathers_by_exchange(self) -> bool:
+        """Whether its all-gather, in one step, is an exchange: from each rank to every other, into place."""
+        return self is Route.EXCHANGE_ALL
 
 
 class MatrixStep(StrEnum):

@@ -128,6 +128,7 @@ def test_units_say_what_groups_they_have() -> None:
         {"mode": Mode.FULL_SHARD, "route": Route.TWO_STEP},
         {"mode": Mode.HYBRID_SHARD, "group_size": 2, "route": Route.TWO_STEP},
         {"mode": Mode.NO_SHARD, "route": Route.EXCHANGE},
+        {"mode": Mode.SHARD_OPTIMIZER, "route": Route.EXCHANGE_ALL},
     ):
         with pytest.raises(ValueError, match="unit"):
             Unit(operators=("a",), modules=("a",), **wrong)
@@ -138,7 +139,9 @@ def groupings(size: int) -> list[Callable[[Plan], Plan]]:
         (Mode.HYBRID_SHARD, size, Route.FLAT, False),
         (Mode.HYBRID_SHARD, size, Route.FLAT, True),
         (Mode.HYBRID_SHARD, size, Route.EXCHANGE, False),
+        (Mode.HYBRID_SHARD, size, Route.EXCHANGE_ALL, True),
         (Mode.FULL_SHARD, 0, Route.EXCHANGE, False),
+        (Mode.FULL_SHARD, 0, Route.EXCHANGE_ALL, True),
         (Mode.FULL_SHARD, size, Route.TWO_STEP, False),
         (Mode.FULL_SHARD, size, Route.TWO_STEP_EXCHANGE, False),
     ]

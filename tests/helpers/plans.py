@@ -127,6 +127,7 @@ def in_different_groups(plan: Plan, group_size: int) -> Plan:
             (Mode.HYBRID_SHARD, group_size, Route.FLAT),
             (Mode.FULL_SHARD, group_size, Route.TWO_STEP_EXCHANGE),
             (None, 0, Route.EXCHANGE),
+            (None, 0, Route.EXCHANGE_ALL),
             (Mode.HYBRID_SHARD, group_size, Route.EXCHANGE),
         ]
     )

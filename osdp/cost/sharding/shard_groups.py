@@ -25,6 +25,7 @@ class ShardGroup:
         route: Route of its collectives (flat, two-step, by exchange).
         searched: Whether the search may choose it; otherwise it only costs plans given by the user.
         copies: Whether the backend holds copies of what it gathers.
+        messages: Link of messages from each rank to every other; that of the all-gather if ``None``.
     """
 
     num_shards: int
@@ -36,6 +37,7 @@ class ShardGroup:
     route: Route = Route.FLAT
     searched: bool = True
     copies: bool = False
+    messages: Link | None = None
 
     @property
     def hybrid(self) -> bool:
@@ -66,7 +68,7 @@ class ShardGroup:
     def gather_buffers(self) -> float:
         """Bytes of an all-gather's buffers in addition to its output, as a fraction of the output."""
         if not self.route.in_two_steps:
-            return float(self.copies)
+            return float(self.copies and not self.route.gathers_by_exchange)
         column, row = 1 / self.group_size, self.group_size / self.num_shards
         # Messages of an exchange are not copied; each row is gathered by the backend on every route.
         first = column if self.copies and not self.route.by_exchange else 0.0
@@ -85,7 +87,7 @@ class ShardGroup:
             num_messages: Number of tensors whose shards are not sent together with others.
             model_bytes: Bytes of all trainable parameters.
         """
-        link = self.reduce if self.route.by_exchange else self.gather
+        link = self.messages or self.gather
         share = nbytes / max(model_bytes, 1.0)
         return (nbytes + num_messages * SMALL_SHARD * _FLOAT32) / link.bandwidth + share * link.latency
 
@@ -107,8 +109,9 @@ def shard_groups_of(device: DeviceInfo) -> tuple[ShardGroup, ...]:
         gather,
         reduce,
         average,
-        route=Route.EXCHANGE if reduce.by_exchange else Route.FLAT,
+        route=_flat_route(gather, reduce),
         copies=device.holds_copies,
+        messages=reduce if reduce.by_exchange and not gather.by_exchange else gather,
     )
     # Each known group size gives two candidates: two-step collectives over all ranks, and HYBRID_SHARD.
     found = [flat]
@@ -127,15 +130,31 @@ def shard_groups_of(device: DeviceInfo) -> tuple[ShardGroup, ...]:
                 average,
                 device.link("all_reduce", f"across {size}"),
                 size,
-                Route.EXCHANGE if inside[1].by_exchange else Route.FLAT,
+                _flat_route(*inside),
                 copies=device.holds_copies,
             )
         )
-    # FSDP2's own reduce-scatter stays known even where an exchange is faster.
-    slower = [
-        link
+    # FSDP2's own collectives stay known even where exchanges are faster.
+    own = {
+        link.collective: link
         for link in device.links
-        if (link.collective, link.group) == ("reduce_scatter", "world") and link is not reduce
-    ]
-    found += [replace(flat, reduce=link, route=Route.FLAT, searched=False) for link in slower]
+        if link.group == "world" and link not in (gather, reduce) and not link.by_exchange
+    }
+    if "reduce_scatter" in own:
+        found.append(
+            replace(
+                flat,
+                gather=own.get("all_gather", gather),
+                reduce=own["reduce_scatter"],
+                route=Route.FLAT,
+                searched=False,
+            )
+        )
     return tuple(found)
+
+
+def _flat_route(gather: Link, reduce: Link) -> Route:
+    """The route in one step by which these links were measured."""
+    if not reduce.by_exchange:
+        return Route.FLAT
+    return Route.EXCHANGE_ALL if gather.by_exchange else Route.EXCHANGE

@@ -68,6 +68,9 @@ _FEWEST_SIZES = 3
 #: Steps that time a size at least, and that warm up a quick one.
 _FEWEST_STEPS = 2
 
+#: Increased with every change of what is measured, so that older cache files are not read.
+_METHOD = 2
+
 #: The one link that all ranks have fitted alike.
 _EVERYWHERE = ("world", "all_reduce")
 
@@ -106,7 +109,7 @@ def detect(
     size = nodes * per_node
     if group_sizes is None:
         group_sizes = (per_node,) if min(nodes, per_node) > 1 else ()
-    facts: list[Any] = [nodes, per_node, list(group_sizes), list(sizes), repeats, seconds]
+    facts: list[Any] = [_METHOD, nodes, per_node, list(group_sizes), list(sizes), repeats, seconds]
     if size == 1:
         world, group = None, None if alone or mesh is None else mesh.get_group(0)
     else:
@@ -310,7 +313,7 @@ def _groups(world: DeviceMesh, group_sizes: Sequence[int]) -> dict[str, _Group]:
     meshes = Meshes.over(world)
     # Accelerators' backends have a reduce-scatter; gloo's is an all-reduce of everything.
     alone = world.device_type != "cpu"
-    flat = (Route.FLAT,) if alone else (Route.FLAT, Route.EXCHANGE)
+    flat = (Route.FLAT,) if alone else (Route.FLAT, Route.EXCHANGE, Route.EXCHANGE_ALL)
     in_steps = (Route.TWO_STEP,) if alone else (Route.TWO_STEP, Route.TWO_STEP_EXCHANGE)
     found = {"world": _Group(world, flat)}
     for size in group_sizes:

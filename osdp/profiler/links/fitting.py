@@ -50,7 +50,7 @@ def fit(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float, f
 def fit_links(group: str, size: int, by_route: Mapping[Route, dict[int, UnitTimes]]) -> list[Link]:
     """The three links of a group, in the order of ``COLLECTIVES``, by the route that a unit is fastest on.
 
-    Of all ranks the backend's own reduce-scatter is kept as well: it is what FSDP2 uses without a plan.
+    Of all ranks the backend's own collectives are kept as well: they are what FSDP2 uses without a plan.
     """
     common = set.intersection(*(set(samples) for samples in by_route.values()))
 
@@ -69,8 +69,12 @@ def fit_links(group: str, size: int, by_route: Mapping[Route, dict[int, UnitTime
         )
     ]
     if group == "world" and fastest is not first:
-        own = {nbytes: times.reduce for nbytes, times in by_route[first].items()}
-        links.append(_fit_link("reduce_scatter", group, size, first, own))
+        own = by_route[first].items()
+        reduce = {nbytes: times.reduce for nbytes, times in own}
+        links.append(_fit_link("reduce_scatter", group, size, first, reduce))
+        if fastest.gathers_by_exchange:
+            gather = {nbytes: times.unshard for nbytes, times in own}
+            links.append(_fit_link("all_gather", group, size, first, gather))
     return links
 
 
@@ -80,7 +84,9 @@ def _fit_link(collective: str, group: str, size: int, route: Route, seen: Mappin
     if len(left) < 2:
         left = {nbytes: max(seconds, 1e-9) for nbytes, seconds in seen.items()}
     latency, bandwidth, residual = fit(list(left), list(left.values()))
-    return Link(collective, group, size, latency, bandwidth, residual, by_exchange=route.by_exchange)
+    gathers = collective == "all_gather" and not route.in_two_steps
+    by_exchange = route.gathers_by_exchange if gathers else route.by_exchange
+    return Link(collective, group, size, latency, bandwidth, residual, by_exchange=by_exchange)
 
 
 def without_parameters(link: Link, seconds: float) -> Link:

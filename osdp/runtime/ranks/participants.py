@@ -7,6 +7,7 @@ LayerDrop) and each collective still has all its ranks.
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from osdp.comm.collectives import ReduceOp, TwoStepAllGather, scatter_sum, wait_until_released
+from osdp.comm.collectives import FlatAllGather, ReduceOp, TwoStepAllGather, scatter_sum, wait_until_released
 from osdp.comm.messages import Pending
 from osdp.model.fqn import is_inside
 from osdp.nn.modules import kind_of, sliced_dim
@@ -340,26 +341,24 @@ class _OrderedGather(_Ordered, AllGather):
         group: dist.ProcessGroup,
         async_op: bool,
     ) -> dist.Work | None:
-        order, index = self._order, self._index
+        order, index, inner = self._order, self._index, self._inner
         order.before(index, GATHER)
-        waits = order.waits and not async_op
-
-        def start() -> dist.Work | None:
-            work: dist.Work | None = self._inner(
-                output_tensor=output_tensor,
-                input_tensor=input_tensor,
-                group=group,
-                async_op=async_op or waits,
+        if async_op or not order.waits:
+            work: dist.Work | None = inner(
+                output_tensor=output_tensor, input_tensor=input_tensor, group=group, async_op=async_op
             )
             return work
 
-        if not waits:
-            return start()
+        def start() -> Pending | None:
+            begin = inner.start if isinstance(inner, FlatAllGather) else partial(inner, async_op=True)
+            work: Pending | None = begin(output_tensor, input_tensor, group)
+            return work
+
         uses = storage_uses(output_tensor)
         order.run(start, index, GATHER)
         wait_until_released(output_tensor, uses)
-        if isinstance(self._inner, TwoStepAllGather):
-            self._inner.free()
+        if isinstance(inner, TwoStepAllGather):
+            inner.free()
         return None
 
 

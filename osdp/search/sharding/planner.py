@@ -355,6 +355,13 @@ def _group_and_mode(problem: ShardingProblem, strategy: UnitStrategy) -> tuple[S
     return group, Mode.HYBRID_SHARD if group.hybrid else strategy.plan_mode
 
 
+def _route(mode: Mode, group: ShardGroup) -> Route:
+    if mode.sharded:
+        return group.route
+    # Whole parameters are not gathered.
+    return Route.EXCHANGE if mode is Mode.SHARD_OPTIMIZER and group.route.by_exchange else Route.FLAT
+
+
 def _unit(
     model_desc: ModelDesc, problem: ShardingProblem, operators: Sequence[Operator], strategy: UnitStrategy
 ) -> Unit:
@@ -366,7 +373,7 @@ def _unit(
         unit_modules(operators, model_desc.operators, model_desc.modules),
         offloaded=strategy.offloaded,
         group_size=group.group_size,
-        route=Route.FLAT if mode is Mode.NO_SHARD else group.route,
+        route=_route(mode, group),
     )
 
 

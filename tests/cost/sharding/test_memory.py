@@ -64,6 +64,7 @@ MIB = 2**20
         (0, Route.FLAT, True, 1, 1 / 4),
         # An exchange is sent and received without copies; the pieces of all ranks are kept until the sum.
         (0, Route.EXCHANGE, True, 1, 1 / 4 + 1),
+        (0, Route.EXCHANGE_ALL, True, 0, 1 / 4 + 1),
         # In 2 groups of 2: the column, half of everything, and a copy of it or of a row, as large.
         (2, Route.TWO_STEP, False, 1 / 2, 1 / 4 + 1 / 2),
         (2, Route.TWO_STEP, True, 1, 1 / 4 + 1 / 2),
