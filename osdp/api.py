@@ -129,10 +129,7 @@ def _data_parallel_plan(
     group = mesh.get_group() if mesh is not None else None
     cache = MeasurementCache(chosen["cache_dir"], group, measures=chosen["start"] == MEASURED)
     device = resolve_device(device_info, mesh, chosen["group_sizes"], cache)
-    if chosen["dp"] not in (None, device.world_size):
-        raise ValueError(
-            f"dp={chosen['dp']} does not fit device_info, which describes {device.world_size} ranks"
-        )
+    _check_ranks(chosen, device)
     rules = make_search_options(allowed, chosen, device)
     measure = make_profiler(model, description, sample, device, chosen, mesh, loss_fn, cache)
     samples = samples_of_rank(chosen["global_batch"], device.world_size)
@@ -140,6 +137,13 @@ def _data_parallel_plan(
     candidates = batches(training, sizes, chosen["microbatches"], measure, samples)
     cache.report()
     return on_first_rank(lambda: best_plan(description, candidates, device, rules), group)
+
+
+def _check_ranks(chosen: PlanOptions, device: DeviceInfo) -> None:
+    if chosen["dp"] not in (None, device.world_size):
+        raise ValueError(
+            f"dp={chosen['dp']} does not fit device_info, which describes {device.world_size} ranks"
+        )
 
 
 def _plan_of_mix(
@@ -155,6 +159,10 @@ def _plan_of_mix(
     for name in ("local_batches", "global_batch"):
         if dict(chosen)[name]:
             raise ValueError(f"{name} chooses a batch, and a BatchMix has them all: leave it out")
+    if training is not None and training.local_batch is not None:
+        raise ValueError("a BatchMix has the samples of each batch: leave local_batch= of the training out")
+    if chosen["start"] != MEASURED:
+        raise ValueError("an estimated start is refined in steps of one shape: a BatchMix is measured first")
     given = chosen["profile"]
     profiles = [None] * len(mix.batches) if given is None else given
     if isinstance(profiles, Profile) or len(profiles) != len(mix.batches):
@@ -163,6 +171,7 @@ def _plan_of_mix(
     group = mesh.get_group() if mesh is not None else None
     cache = MeasurementCache(chosen["cache_dir"], group, measures=chosen["start"] == MEASURED)
     device = resolve_device(device_info, mesh, chosen["group_sizes"], cache)
+    _check_ranks(chosen, device)
     rules = make_search_options(allowed, chosen, device)
     shapes = []
     for batch, share, profile in zip(mix.batches, mix.shares, profiles, strict=True):
@@ -196,6 +205,11 @@ def _model_parallel_plan(
     description, sample = resolve_description(model, model_desc, loss_fn, policy)
     samples = samples_of_rank(chosen["global_batch"], dims.dp)
     training = resolve_training(training, description, chosen)
+    if training.matrix_optimizer is not None and dims.tp > 1:
+        raise ValueError(
+            f"steps of {training.matrix_optimizer} are not priced beside tensor parallelism, where all ranks "
+            "make each of them: leave matrix_optimizer= out, with memory to spare, or tp="
+        )
     if samples is None:
         training = with_microbatches(training, dims)
     names = usable_schedules(schedule_of(chosen), dims, training)

@@ -103,7 +103,8 @@ def check_reuse(model: nn.Module, asked: Asked) -> None:
             f"made for a model with fingerprint {plan.model}, this description has {described.fingerprint}"
         )
     samples = _samples(described)
-    if samples not in (None, plan.local_batch) and (training is None or training.local_batch is None):
+    planned = {plan.local_batch, *(shape[0] for shape in plan.batch_shapes if shape)}
+    if samples is not None and samples not in planned and (training is None or training.local_batch is None):
         differences.append(
             f"made for a local batch of {plan.local_batch} samples, the sample batch has {samples}; leave it "
             "out, or pass the training that was planned for, too"

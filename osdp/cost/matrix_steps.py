@@ -11,16 +11,11 @@ from osdp.cost.sharding.shard_groups import ShardGroup
 from osdp.hardware.profile import OptimizerProfile
 from osdp.model.description import Operator, Parameter
 from osdp.model.training import MATRIX_OPTIMIZERS, Training
-from osdp.plan.shard_math import MATRIX_PORTION
+from osdp.plan.shard_math import matrix_step_bytes
 from osdp.plan.sharding import MatrixStep
 
 #: Bytes of bfloat16, in which matrices are sent and orthogonalized.
 _BFLOAT16 = 2
-
-#: Buffers of a portion of matrices: what is to be orthogonalized, sent, received and returned.
-_PORTION_BUFFERS = 4
-#: Bfloat16 copies of the largest matrix while it is orthogonalized, its squares among them.
-_PRODUCTS = 6
 
 
 def stepped_whole(operator: Operator, training: Training) -> list[Parameter]:
@@ -51,12 +46,14 @@ def state_bytes(operator: Operator, training: Training, local_bytes: Mapping[str
 
 def temporary_bytes(operators: Sequence[Operator], training: Training, num_ranks: int) -> int:
     """Most bytes that the step of all matrices takes beside parameters, gradients and states."""
-    sizes = [_BFLOAT16 * p.numel for operator in operators for p in stepped_whole(operator, training)]
-    if not sizes:
-        return 0
-    # A portion ends with the matrix that fills it.
-    portion = min(sum(sizes), max(MATRIX_PORTION + max(sizes), num_ranks * max(sizes)))
-    return _PORTION_BUFFERS * portion + _PRODUCTS * max(sizes)
+    matrices = [p for operator in operators for p in stepped_whole(operator, training)]
+    return matrix_step_bytes([parameter.numel for parameter in matrices], num_ranks)
+
+
+def num_owners(operators: Sequence[Operator], training: Training, num_ranks: int) -> int:
+    """Number of ranks that can own a matrix, at least 1."""
+    matrices = sum(len(stepped_whole(operator, training)) for operator in operators)
+    return max(min(num_ranks, matrices), 1)
 
 
 def step_of_matrices(
@@ -65,6 +62,7 @@ def step_of_matrices(
     optimizer: OptimizerProfile,
     group: ShardGroup,
     model_bytes: float,
+    owners: int,
     *,
     in_shards: bool,
 ) -> tuple[float, MatrixStep | None]:
@@ -78,6 +76,7 @@ def step_of_matrices(
         optimizer: Seconds of the optimizer's step.
         group: The ranks that its parameters are spread over.
         model_bytes: Bytes of all trainable parameters.
+        owners: Number of ranks that own matrices.
         in_shards: Whether each rank has a shard of them, or all of them.
     """
     matrices, profile = stepped_whole(operator, training), optimizer.matrices
@@ -87,10 +86,14 @@ def step_of_matrices(
     nbytes = _BFLOAT16 * sum(parameter.numel for parameter in matrices)
     sent = nbytes / group.gather.bandwidth
     latency = sum(parameter.nbytes for parameter in matrices) / max(model_bytes, 1.0) * group.gather.latency
+    if group.num_shards == 1:
+        return work, MatrixStep.GATHERED
     # Parts to the owner and back; of whole matrices the result alone, to all.
     messages = 2 * sent / group.num_shards + 2 * latency if in_shards else sent + latency
-    owned = work / group.num_shards + messages
-    gathered = work + (sent + latency if in_shards else 0.0)
-    if group.num_shards == 1 or gathered <= owned:
+    owned = work / min(owners, group.num_shards) + messages
+    gathered = work + sent + latency
+    # Whole matrices have one owner each: computed by several ranks, of different kinds perhaps, copies of a
+    # matrix would drift apart by the rounding of bfloat16.
+    if in_shards and gathered <= owned:
         return gathered, MatrixStep.GATHERED
     return owned, MatrixStep.OWNED

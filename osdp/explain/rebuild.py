@@ -39,6 +39,11 @@ def basis_of(plan: Plan) -> Basis:
             f"the plan has {len(plan.stages)} stages and tp={plan.tp}: without its model it cannot be "
             "explained or planned again; plan.stage_table(n) has the reasons of each stage"
         )
+    if len(plan.batch_shapes) > 1:
+        raise ValueError(
+            f"the plan was made for batches of {len(plan.batch_shapes)} shapes: it is not explained, refined "
+            "or searched again, which is done for one shape; plan for one of them, or for another BatchMix"
+        )
     raise ValueError(
         "the plan does not contain what it was searched from (it was written by hand or by an older osdp): "
         "plan again with make_plan(...), OSDP(...) or osdp plan"

@@ -420,6 +420,8 @@ def unsupported_step(optimizer: "Optimizer") -> str | None:
     if base is None or inspect.unwrap(type(optimizer).step) is not inspect.unwrap(base.step):
         return None
     name = base.__name__
+    if name in MATRIX_OPTIMIZERS and not is_muon(optimizer):
+        return f"{name}: something was put around its step, which would see parts of matrices"
     return f"{name}: {UNSUPPORTED[name]}" if name in UNSUPPORTED else None
 
 
@@ -474,9 +476,14 @@ def _local_sizes(optimizer: "Optimizer") -> dict[str, list[int]]:
     """Bytes of each trainable parameter as this rank stores it, by device type."""
     sizes: dict[str, list[int]] = {}
     for parameter in (p for group in optimizer.param_groups for p in group["params"] if p.requires_grad):
-        local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-        sizes.setdefault(local.device.type, []).append(local.numel() * local.element_size())
+        sizes.setdefault(parameter.device.type, []).append(local_bytes(parameter))
     return sizes
+
+
+def local_bytes(parameter: Any) -> int:
+    """Bytes of a parameter as this rank stores it."""
+    local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+    return int(local.numel() * local.element_size())
 
 
 def _has_tensors(groups: Sequence[dict[str, Any]]) -> bool:

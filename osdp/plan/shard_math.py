@@ -9,6 +9,8 @@ from osdp.model.description import Operator
 #: leave ranks without work.
 MATRIX_PORTION = 2**26
 
+_BFLOAT16 = 2
+
 #: Shards of fewer elements are sent together: a message takes as long as this many do.
 SMALL_SHARD = 16384
 
@@ -34,6 +36,24 @@ def shard_numel(shape: Sequence[int], num_shards: int) -> int:
     for size in shape[1:]:
         rest *= size
     return -(-shape[0] // num_shards) * rest if shape else 1
+
+
+def matrix_step_bytes(sizes: Sequence[int], num_ranks: int) -> int:
+    """Most temporaries of a step that orthogonalizes matrices (:mod:`osdp.runtime.optimizer.whole_matrices`).
+
+    Four buffers of a portion: what is to be orthogonalized, sent, received and returned; and six copies of a
+    matrix while it is orthogonalized, its squares among them.
+
+    Args:
+        sizes: Elements of each matrix.
+        num_ranks: Number of ranks that step.
+    """
+    if not sizes:
+        return 0
+    largest = _BFLOAT16 * max(sizes)
+    # A portion ends with the matrix that fills it.
+    portion = min(_BFLOAT16 * sum(sizes), max(MATRIX_PORTION + largest, num_ranks * largest))
+    return 4 * portion + 6 * largest
 
 
 def part_sizes(size: int, num_parts: int) -> tuple[int, ...]:

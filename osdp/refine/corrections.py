@@ -21,7 +21,7 @@ from osdp.cost.sharding.solution import ShardingSolution, solution_costs
 from osdp.cost.sharding.time import optimizer_time, passes
 from osdp.explain.scaling import profile_at_batch
 from osdp.hardware.device_info import DeviceInfo
-from osdp.hardware.profile import OptimizerProfile, Profile
+from osdp.hardware.profile import Profile
 from osdp.plan.basis import Basis
 from osdp.plan.plan import Plan
 from osdp.refine.link_times import LinkKey, key_of, with_measured_links
@@ -167,7 +167,7 @@ def _with_optimizer(plan: Plan, basis: Basis, seconds: float) -> Profile:
         return profile
     predicted = _optimizer_seconds(plan, basis)
     # Updated shards are gathered in the same time, whatever the step takes.
-    free = replace(profile, optimizer=OptimizerProfile(0.0, 0.0, 0.0))
+    free = replace(profile, optimizer=profile.optimizer.scaled(0.0))
     own = predicted - _optimizer_seconds(plan, replace(basis, profiles=(free,)))
     return replace(profile, optimizer=profile.optimizer.scaled(seconds / own)) if own > 0 else profile
 

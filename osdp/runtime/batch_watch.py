@@ -35,35 +35,30 @@ def watch_batches(model: nn.Module, plan: Plan) -> None:
 
 
 def _is_beyond(plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether the batch is larger than ``plan`` was made for, which is then told."""
     shape = batch_shape((args, kwargs))
-    advice = _advice(plan, shape)
-    if advice:
-        logger.warning(
-            "%s: its predicted peak of %s, under a limit of %s, does not hold. %s, or split the batch into "
-            "microbatches",
-            _difference(plan, shape), format_bytes(plan.predicted.peak_bytes),
-            format_bytes(plan.memory_limit), advice,
-        )  # fmt: skip
-    return bool(advice)
-
-
-def _advice(plan: Plan, shape: Sequence[int]) -> str:
-    """How to plan for a batch of ``shape``; empty if ``plan`` was made for such or larger ones."""
     planned = [each for each in plan.batch_shapes if len(each) == len(shape)]
     if not planned or planned == [(plan.local_batch, *shape[1:])]:
-        samples = shape[0] if shape else 0
-        return f"Plan with training=Training(local_batch={samples})" if samples > plan.local_batch else ""
-    largest = max(map(prod, planned))
-    longest = [max(sizes) for sizes in zip(*planned, strict=True)]
-    # Of as many elements, more samples take no more than longer ones.
-    is_longer = any(size > most for size, most in zip(shape[1:], longest[1:], strict=True))
-    if prod(shape) <= largest and not is_longer:
-        return ""
-    return "Plan with a batch of that shape, or with an osdp.BatchMix of all"
+        beyond = bool(shape) and shape[0] > plan.local_batch
+        what = "a batch has %d samples, the plan was made for a local batch of %d"
+        facts: tuple[object, ...] = (*shape[:1], plan.local_batch)
+        advice = f"Plan with training=Training(local_batch={shape[0] if shape else 0})"
+    else:
+        longest = [max(sizes) for sizes in zip(*planned, strict=True)]
+        is_longer = any(size > most for size, most in zip(shape[1:], longest[1:], strict=True))
+        # Of as many elements, more samples take no more than longer ones.
+        beyond = is_longer or prod(shape) > max(map(prod, planned))
+        what = "a batch is %s, the plan was made for %s"
+        facts = _words(shape), " and ".join(map(_words, plan.batch_shapes))
+        advice = "Plan with a batch of that shape, or with an osdp.BatchMix of all"
+    if beyond:
+        logger.warning(
+            what + ": its predicted peak of %s, under a limit of %s, does not hold. %s, or split the batch "
+            "into microbatches",
+            *facts, format_bytes(plan.predicted.peak_bytes), format_bytes(plan.memory_limit), advice,
+        )  # fmt: skip
+    return beyond
 
 
-def _difference(plan: Plan, shape: Sequence[int]) -> str:
-    if "local_batch" in _advice(plan, shape):
-        return f"a batch has {shape[0]} samples, the plan was made for a local batch of {plan.local_batch}"
-    planned = " and ".join(" x ".join(map(str, each)) for each in plan.batch_shapes)
-    return f"a batch is {' x '.join(map(str, shape))}, the plan was made for {planned}"
+def _words(shape: Sequence[int]) -> str:
+    return " x ".join(map(str, shape))

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 
 from osdp.cost.evaluate import evaluate
-from osdp.errors import InfeasibleError, LargeOperator
+from osdp.errors import InfeasibleError, LargeOperator, PlanMismatchError
 from osdp.hardware.device_info import DeviceInfo
 from osdp.hardware.profile import PassProfile, Profile, SegmentProfile
 from osdp.model.description import ModelDesc
@@ -26,8 +26,8 @@ from osdp.text import format_bytes, format_seconds
 
 #: How often the limit is lowered where another shape than the one that was searched with exceeds it.
 _MOST_TRIES = 5
-#: Relative differences in the seconds of a step that are none.
-_ALIKE = 1e-3
+#: Relative differences in the seconds of a step that are none, and that are rounding.
+_ALIKE, _PROVEN = 1e-3, 1e-9
 _LARGEST_SHOWN = 3
 
 
@@ -69,20 +69,42 @@ def best_plan_of_mix(
         InfeasibleError: Nothing fits at one of the shapes.
     """
     largest = max(shapes, key=lambda shape: _saved_bytes(shape.model_desc))
-    mean = replace(largest, profile=_mean_profile(largest, shapes))
-    plan, steps = _fitting(mean, shapes, trainings, device, options)
-    least = _mean_seconds(steps, shapes)
-    optimal = plan.optimal and least <= plan.predicted.step_seconds * (1 + _ALIKE)
-    basis, per_pass = plan.basis, least / plan.training.microbatches
-    for shape in shapes:
+    mean = _mean_profile(largest, shapes)
+    searched = [*shapes] if mean is None else [replace(largest, profile=mean), *shapes]
+    best: _Judged | None = None
+    tightest: InfeasibleError | None = None
+    for shape in searched:
         try:
-            own, its_steps = _fitting(shape, shapes, trainings, device, options)
-        except InfeasibleError:
+            found = _fitting(shape, shapes, trainings, device, options)
+        except InfeasibleError as error:
+            tightest = tightest or error
             continue
-        its_seconds = _mean_seconds(its_steps, shapes) / own.training.microbatches
-        if its_seconds < per_pass * (1 - _ALIKE):
-            plan, steps, per_pass, optimal = own, its_steps, its_seconds, False
-    return replace(_with_mean(plan, steps, shapes, largest, optimal), basis=basis)
+        if best is None or found.per_pass < best.per_pass * (1 - _ALIKE):
+            # Proven for the mean profile under this limit: no plan has a shorter mean of steps than that.
+            proven = shape is searched[0] and mean is not None and found.is_proven
+            best = replace(found, is_proven=proven)
+    if best is None:
+        assert tightest is not None
+        raise tightest
+    return _with_mean(best, shapes, largest)
+
+
+@dataclass(frozen=True, slots=True)
+class _Judged:
+    """A plan that keeps the limit at all shapes.
+
+    Attributes:
+        plan: The plan.
+        steps: Its step at each shape.
+        per_pass: Mean seconds of a step, of one microbatch.
+        is_proven: Whether it is the best for the shape that it was searched with, and takes as long there as
+            in the mean.
+    """
+
+    plan: Plan
+    steps: tuple[Prediction, ...]
+    per_pass: float
+    is_proven: bool
 
 
 def _fitting(
@@ -91,30 +113,47 @@ def _fitting(
     trainings: Sequence[Training],
     device: DeviceInfo,
     options: SearchOptions,
-) -> tuple[Plan, list[Prediction]]:
-    """The best plan for ``shape`` that keeps the limit at all ``shapes``, and its steps at these."""
-    limit = device.memory_limit
-    for _ in range(_MOST_TRIES):
-        candidates = [
-            Candidate(replace(training, local_batch=shape.profile.local_batch), shape.profile)
-            for training in trainings
-        ]
-        plan = best_plan(shape.model_desc, candidates, replace(device, memory_limit=limit), options)
-        steps = [_step_at(plan, each, device) for each in shapes]
-        over = max(step.peak_bytes for step in steps) - device.memory_limit
+) -> _Judged:
+    """The best plan for ``shape`` that keeps the limit at all ``shapes``.
+
+    Raises:
+        InfeasibleError: None was found.
+    """
+    limit, names = device.memory_limit, {each.words: 0.0 for each in shapes}
+    candidates = [
+        Candidate(replace(training, local_batch=shape.profile.local_batch), shape.profile)
+        for training in trainings
+    ]
+    plan: Plan | None = None
+    for number in range(_MOST_TRIES):
+        try:
+            plan = best_plan(shape.model_desc, candidates, replace(device, memory_limit=limit), options)
+        except InfeasibleError:
+            if plan is None:
+                raise
+            break  # under a limit that is lower than the user's, which is to be told
+        try:
+            steps = tuple(_step_at(plan, each, device) for each in shapes)
+        except PlanMismatchError:
+            break  # operators that can be cut, or blocks recomputed, at some of the shapes alone
+        names = {each.words: step.peak_bytes for each, step in zip(shapes, steps, strict=True)}
+        over = max(names.values()) - device.memory_limit
         if over <= 0:
-            return replace(plan, memory_limit=device.memory_limit, device=device.fingerprint), steps
-        limit -= over
-    # The last one tells how much is missing.
-    tightest = max(zip(steps, shapes, strict=True), key=lambda pair: pair[0].peak_bytes)[1]
+            seconds = sum(each.share * step.step_seconds for step, each in zip(steps, shapes, strict=True))
+            alike = seconds <= plan.predicted.step_seconds * (1 + _PROVEN)
+            kept = replace(plan, memory_limit=device.memory_limit, device=device.fingerprint)
+            proven = number == 0 and plan.optimal and alike
+            return _Judged(kept, steps, seconds / plan.training.microbatches, proven)
+        limit -= int(over)
+    worst = max(names, key=lambda name: names[name])
     raise InfeasibleError(
         limit=device.memory_limit,
-        best_peak=max(step.peak_bytes for step in steps),
+        best_peak=max(int(names[worst]), device.memory_limit + 1),
         largest=[
             LargeOperator(op.name, op.nbytes)
             for op in sorted(shape.model_desc.operators, key=lambda op: -op.nbytes)[:_LARGEST_SHOWN]
         ],
-        suggestions=[f"leave out batches of {tightest.words}, or make them smaller"],
+        suggestions=[f"leave out batches of {worst}, or make them smaller"],
         lowest=plan,
     )
 
@@ -124,18 +163,12 @@ def _step_at(plan: Plan, shape: BatchShape, device: DeviceInfo) -> Prediction:
     return evaluate(plan, shape.profile, device, training, shape.model_desc)
 
 
-def _mean_seconds(steps: Sequence[Prediction], shapes: Sequence[BatchShape]) -> float:
-    return sum(shape.share * step.step_seconds for step, shape in zip(steps, shapes, strict=True))
+def _with_mean(judged: _Judged, shapes: Sequence[BatchShape], largest: BatchShape) -> Plan:
+    """The plan with the prediction of the mean, and what each shape takes.
 
-
-def _with_mean(
-    plan: Plan,
-    steps: Sequence[Prediction],
-    shapes: Sequence[BatchShape],
-    largest: BatchShape,
-    optimal: bool,
-) -> Plan:
-    """``plan`` with the prediction of the mean, and what each shape takes."""
+    It does not keep what it was searched from: explained or searched again, it would be that of one shape.
+    """
+    plan, steps = judged.plan, judged.steps
 
     def mean(name: str) -> float:
         return float(sum(s.share * getattr(step, name) for step, s in zip(steps, shapes, strict=True)))
@@ -157,9 +190,10 @@ def _with_mean(
     if len({shape.profile.local_batch for shape in shapes}) > 1:
         told.append("samples per second are told as if all batches had the samples of the largest")
     return replace(
-        plan.with_sharding(predicted=predicted, optimal=optimal),
+        plan.with_sharding(predicted=predicted, optimal=judged.is_proven),
         predicted=predicted,
-        optimal=optimal,
+        optimal=judged.is_proven,
+        basis=None,
         training=replace(plan.training, local_batch=largest.profile.local_batch),
         batch_shapes=tuple(shape.model_desc.batch_shape for shape in shapes),
         notes=(*plan.notes, *told),
@@ -170,14 +204,14 @@ def _saved_bytes(model_desc: ModelDesc) -> float:
     return sum(segment.saved_bytes(model_desc.local_batch) for segment in model_desc.segments)
 
 
-def _mean_profile(largest: BatchShape, shapes: Sequence[BatchShape]) -> Profile:
-    """The profile of the largest shape with the mean seconds of all; its own if they run other code."""
+def _mean_profile(largest: BatchShape, shapes: Sequence[BatchShape]) -> Profile | None:
+    """The profile of the largest shape with the mean seconds of all; ``None`` if they run other code."""
     tables = [_by_place(shape) for shape in shapes]
     places: dict[str, list[tuple[str, int, int]]] = defaultdict(list)
     for segment in largest.model_desc.segments:
         places[segment.signature].append((segment.module, segment.call, segment.part))
     if any(table.keys() != tables[0].keys() for table in tables):
-        return largest.profile
+        return None
 
     def mean(signature: str, which: str) -> PassProfile:
         alike = [

@@ -12,7 +12,6 @@ from benchmarks.support.models import CASES, loss_of
 from osdp import OSDP, DeviceInfo, ModelDesc, Training, codec, make_plan
 from osdp.cost.matrix_steps import state_bytes, step_of_matrices, stepped_whole, temporary_bytes
 from osdp.cost.sharding.shard_groups import ShardGroup
-from osdp.errors import PlanMismatchError
 from osdp.hardware.device_info import Link
 from osdp.hardware.profile import MatrixProfile, OptimizerProfile
 from osdp.model.description import Operator, Parameter
@@ -72,26 +71,32 @@ def test_owners_are_worth_their_messages_or_not(in_shards: bool) -> None:
     flops = 5 * (4 * 10 * 10 * 100 + 2 * 10**3)
     step = OptimizerProfile(0.0, 0.0, 0.0, matrices=MatrixProfile(1e-3, 1e-8))
     work, nbytes = 1e-3 + 1e-8 * flops, 2 * 1000
-    for bandwidth, chosen in ((1e9, MatrixStep.OWNED), (1e3, MatrixStep.GATHERED)):
-        found = step_of_matrices(
-            inside, MUON, step, shard_group(bandwidth), inside.nbytes, in_shards=in_shards
-        )
-        sent = nbytes / bandwidth
-        owned = work / 4 + (2 * sent / 4 if in_shards else sent)
-        gathered = work + (sent if in_shards else 0.0)
-        assert found[0] == pytest.approx(min(owned, gathered))
-        # Sharded matrices have to be sent in any case, and to fewer ranks if one owns them.
-        assert found[1] is (MatrixStep.OWNED if in_shards else chosen)
+
+    def found(
+        group: ShardGroup, model_bytes: float = inside.nbytes, owners: int = 4, training: Training = MUON
+    ) -> tuple[float, MatrixStep | None]:
+        return step_of_matrices(inside, training, step, group, model_bytes, owners, in_shards=in_shards)
+
+    sent = nbytes / 1e9
+    for owners in (4, 3):  # with fewer matrices than ranks some of them own none
+        owned = work / owners + (2 * sent / 4 if in_shards else sent)
+        assert found(shard_group(1e9), owners=owners) == (pytest.approx(owned), MatrixStep.OWNED)
+    # Sharded matrices have to be sent in any case: once if all orthogonalize them. Whole ones are not left
+    # to all, whose copies would drift apart.
     late = shard_group(1e12, latency=1.0)
-    assert step_of_matrices(inside, MUON, step, late, 2.0 * inside.nbytes, in_shards=in_shards) == (
-        pytest.approx(work + 0.5 * (4000 / 4040) * in_shards, rel=1e-2),
-        MatrixStep.GATHERED,
-    )
-    alone = step_of_matrices(
-        inside, MUON, step, shard_group(1e9, ranks=1), inside.nbytes, in_shards=in_shards
-    )
-    assert alone[1] is MatrixStep.GATHERED
-    assert step_of_matrices(inside, ADAMW, step, late, 1.0, in_shards=in_shards) == (0.0, None)
+    seconds, chosen = found(late, model_bytes=2.0 * inside.nbytes)
+    latency = 0.5 * 4000 / 4040
+    assert chosen is (MatrixStep.GATHERED if in_shards else MatrixStep.OWNED)
+    assert seconds == pytest.approx(work / (1 if in_shards else 4) + latency, rel=1e-3)
+    assert found(shard_group(1e9, ranks=1)) == (pytest.approx(work), MatrixStep.GATHERED)
+    assert found(late, training=ADAMW) == (0.0, None)
+
+
+def test_a_profile_that_knows_no_matrices_is_refused() -> None:
+    device = replace(given_device(4), flops=1e10, memory_bandwidth=1e10)
+    desc = setting_of(CASES["gpt2-tiny"], ADAMW).model_desc
+    with pytest.raises(ValueError, match=r"does not say how long Muon takes .*matrix_optimizer='Muon'"):
+        make_plan(None, desc, device, training=MUON, profile=estimate(desc, device, ADAMW))
 
 
 def plans_of(training: Training, device: DeviceInfo, model_desc: ModelDesc) -> dict[str, Plan]:
@@ -120,6 +125,21 @@ def test_plans_say_how_matrices_are_stepped_and_count_one_state_less() -> None:
         assert codec.from_json(Plan, codec.to_json(muon)) == muon
 
 
+def refused_beside(model: OSDP) -> None:
+    """What needs more than planned is refused where the limit does not allow it."""
+    spare = model.plan.memory_limit - model.plan.predicted.peak_bytes
+    torch.optim.SGD(model.parameters(), lr=0.0).step()  # keeps less
+    check = model._optimizer_check
+    for optimizer, said in (
+        (torch.optim.AdamW(model.parameters()), "AdamW steps 8 matrices that the plan leaves to Muon"),
+        (torch.optim.Muon([p for p in model.parameters() if p.ndim == 2]), "bytes of temporaries for its"),
+    ):
+        live = Training.from_optimizer(optimizer)
+        assert check._matrix_differences(optimizer, live, spare) == []
+        (difference,) = check._matrix_differences(optimizer, live, 0)
+        assert said in difference
+
+
 def trains_as_planned() -> tuple[list[str], list[str]]:
     """With the two optimizers that were planned for, without a word; AdamW for all is refused."""
     case = CASES["gpt2-tiny"]
@@ -141,8 +161,7 @@ def trains_as_planned() -> tuple[list[str], list[str]]:
         for optimizer in (torch.optim.Muon(hidden), torch.optim.AdamW(others)):
             optimizer.step()
         assert said == [], said
-        with pytest.raises(PlanMismatchError, match="AdamW steps 8 matrices that the plan leaves to Muon"):
-            torch.optim.AdamW(model.parameters()).step()
+        refused_beside(model)
     logging.getLogger("osdp").removeHandler(handler)
     modes = sorted({str(d.mode) for d in model.plan.decisions if d.mode is not Mode.NO_SHARD})
     assert dist.get_world_size() == 2

@@ -51,6 +51,7 @@ class OperatorCosts:
     last_gradient: Floats  # not a prefix sum: shape (K,)
     world_size: int
     model_bytes: float  # trainable parameters of all operators of the model, these and others
+    owners: int  # ranks that own matrices of the model
     accumulates: bool  # several microbatches
     temporary_sharded: Floats  # of the optimizer step; prefix sums if additive, else shape (K,)
     temporary_whole: Floats
@@ -75,11 +76,14 @@ def cost_operators(
     optimizer: OptimizerProfile,
     device_kind: str,
     model_bytes: float,
+    owners: int = 1,
     host_optimizer: OptimizerProfile | None = None,
 ) -> OperatorCosts:
     """Costs of each operator in each shard group."""
     first, *others = (
-        _cost_in(operators, shard_group, training, optimizer, device_kind, model_bytes, host_optimizer)
+        _cost_in(
+            operators, shard_group, training, optimizer, device_kind, model_bytes, owners, host_optimizer
+        )
         for shard_group in shard_groups
     )
     return replace(first, others=tuple(others))
@@ -92,6 +96,7 @@ def _cost_in(
     optimizer: OptimizerProfile,
     device_kind: str,
     model_bytes: float,
+    owners: int,
     host_optimizer: OptimizerProfile | None,
 ) -> OperatorCosts:
     world_size = shard_group.num_shards
@@ -105,7 +110,7 @@ def _cost_in(
 
     def matrix_seconds(in_shards: bool) -> Floats:
         steps = (
-            step_of_matrices(op, training, optimizer, shard_group, model_bytes, in_shards=in_shards)
+            step_of_matrices(op, training, optimizer, shard_group, model_bytes, owners, in_shards=in_shards)
             for op in operators
         )
         return _prefix([seconds for seconds, _ in steps])
@@ -139,6 +144,7 @@ def _cost_in(
         ),
         world_size=world_size,
         model_bytes=model_bytes,
+        owners=owners,
         accumulates=training.microbatches > 1,
         temporary_sharded=_temporaries(locals_sharded, training, device_kind, add),
         temporary_whole=_temporaries(locals_whole, training, device_kind, add),

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from osdp.cost.matrix_steps import temporary_bytes
+from osdp.cost.matrix_steps import num_owners, temporary_bytes
 from osdp.cost.sharding.operator_costs import OperatorCosts, cost_operators
 from osdp.cost.sharding.shard_groups import shard_groups_of
 from osdp.cost.sharding.strategies import NO_SHARD, ROOT, SHARD_OPTIMIZER, UnitStrategy, strategy_table
@@ -190,9 +190,15 @@ def build_problem(
     stepped = training.stepping(dtypes, device.kind)
     model_bytes = sum(p.nbytes for operator in operators for p in operator.parameters if p.trainable)
     optimizer = _optimizer(profile, device)
+    owners = num_owners(operators, training, device.world_size)
+    if training.matrix_optimizer is not None and optimizer.matrices is None:
+        raise ValueError(
+            f"the profile does not say how long {training.matrix_optimizer} takes for whole matrices: make "
+            f"one with training=Training(matrix_optimizer={training.matrix_optimizer!r})"
+        )
     return ShardingProblem(
         timeline=timeline,
-        costs=_operator_costs(timeline.chain, device, stepped, profile, model_bytes),
+        costs=_operator_costs(timeline.chain, device, stepped, profile, model_bytes, owners),
         settings=StepSettings(
             # On one device FSDP2 has no streams for its copies.
             blocking=device.blocking or device.world_size == 1,
@@ -348,7 +354,12 @@ def _cost_group(
 
 def _costs_of(problem: ShardingProblem, operators: Sequence[Operator]) -> OperatorCosts:
     return _operator_costs(
-        operators, problem.device, problem.stepped, problem.profile, problem.costs.model_bytes
+        operators,
+        problem.device,
+        problem.stepped,
+        problem.profile,
+        problem.costs.model_bytes,
+        problem.costs.owners,
     )
 
 
@@ -358,6 +369,7 @@ def _operator_costs(
     training: Training,
     profile: Profile,
     model_bytes: float,
+    owners: int,
 ) -> OperatorCosts:
     return cost_operators(
         operators,
@@ -367,6 +379,7 @@ def _operator_costs(
         host_optimizer=profile.host_optimizer,
         device_kind=device.kind,
         model_bytes=model_bytes,
+        owners=owners,
     )
 
 

@@ -71,9 +71,22 @@ def _group_beside(_world: Any) -> dist.ProcessGroup:
     return group
 
 
-def copy_of(state: dict[str, Any]) -> dict[str, Any]:
-    """``state`` with copies of its tensors in host memory; of DTensors this rank's shards."""
-    return {name: _copied(value) for name, value in state.items()}
+def start_copy(model: nn.Module, state: dict[str, Any]) -> Callable[[], dict[str, Any]]:
+    """Start to copy the tensors of ``state`` to host memory, of DTensors this rank's shards.
+
+    On CPUs a thread does it. What is on an accelerator is copied at once, in the order of the stream that is
+    current here, which is not that of another thread.
+
+    Returns:
+        Waits for the copy, and returns ``state`` with it.
+    """
+    if any(parameter.device.type != "cpu" for parameter in model.parameters()):
+        made = _copied(state)
+        return lambda: made
+    thread = ThreadPoolExecutor(1, thread_name_prefix="osdp-copy")
+    copying: Future[dict[str, Any]] = thread.submit(_copied, state)
+    thread.shutdown(wait=False)
+    return copying.result
 
 
 def _copied(value: Any) -> Any:

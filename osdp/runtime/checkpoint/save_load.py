@@ -6,8 +6,7 @@ each parameter and state, so that each stage can write its own; parameters that 
 written under their owner's name.
 """
 
-from collections.abc import Collection, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
@@ -29,7 +28,7 @@ from osdp.runtime.checkpoint.background import (
     AsyncSave,
     background_group,
     check_room_for_copy,
-    copy_of,
+    start_copy,
     wait_for_saves,
 )
 from osdp.runtime.checkpoint.blocked_states import in_blocks_of, in_one_block
@@ -54,6 +53,9 @@ from osdp.torch_private.saving import in_one_process
 
 State = dict[str, Any]
 
+#: What steps a model: an optimizer, or several with some of its parameters each.
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 #: Prefixes of flat names in optimizer state dicts.
 _KINDS = ("state", "param_groups")
@@ -76,27 +78,35 @@ def _links(model: nn.Module) -> StageLinks:
     return links
 
 
-def train_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
-    """State dicts of ``model`` and ``optimizer`` by the model's FQNs, with tensors sharded as they are.
+def _each(optimizer: Optimizers | None) -> list[torch.optim.Optimizer]:
+    if optimizer is None:
+        return []
+    return [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+
+
+def train_state(model: nn.Module, optimizer: Optimizers) -> State:
+    """State dicts of ``model`` and its optimizers by the model's FQNs, with tensors sharded as they are.
 
     Returns:
         ``{"model": ..., "optimizer": ...}``, for ``torch.distributed.checkpoint.save`` and ``load``.
     """
-    Replaced().exchange_in(optimizer)  # it may have been made before the model was wrapped
-    of_model, of_optimizer = get_state_dict(model, optimizer, options=_FLAT)
+    for each in _each(optimizer):
+        Replaced().exchange_in(each)  # it may have been made before the model was wrapped
+    of_model, of_optimizer = get_state_dict(model, _each(optimizer), options=_FLAT)
     return {
         "model": in_one_block(of_model),
         "optimizer": _renamed(in_one_block(dict(of_optimizer)), _links(model).owners),
     }
 
 
-def set_train_state(model: nn.Module, optimizer: torch.optim.Optimizer, state: State) -> None:
+def set_train_state(model: nn.Module, optimizer: Optimizers, state: State) -> None:
     """Load the state dicts of :func:`train_state`, under any plan."""
-    Replaced().exchange_in(optimizer)
+    for each in _each(optimizer):
+        Replaced().exchange_in(each)
     of_optimizer = _for_copies(state["optimizer"], _links(model).owners, dict(model.named_parameters()))
     set_state_dict(
         model,
-        optimizer,
+        _each(optimizer),
         model_state_dict=in_blocks_of(model, state["model"]),
         optim_state_dict=in_blocks_of(model, of_optimizer, prefix="state."),
         options=_FLAT,
@@ -130,7 +140,7 @@ def _for_copies(flat: State, owners: Mapping[str, str], held: Collection[str]) -
 def save(
     path: str | Path,
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: Optimizers | None = None,
     *,
     scheduler: Any = None,
     step: int | None = None,
@@ -147,7 +157,7 @@ def save(
     Args:
         path: The folder; with ``keep_last`` one that has a folder for each step.
         model: A model under any plan, or plain.
-        optimizer: Its optimizer.
+        optimizer: Its optimizer, or all of several.
         scheduler: A learning-rate scheduler, or whatever else has ``state_dict``.
         step: The number of steps that were made.
         rng: Whether to save the states of the random number generators of all ranks.
@@ -172,7 +182,7 @@ def save(
 def save_async(
     path: str | Path,
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: Optimizers | None = None,
     **options: Unpack[SaveOptions],
 ) -> AsyncSave:
     """As :func:`save`, while training goes on: only a copy of this rank's shards is waited for.
@@ -197,11 +207,10 @@ def save_async(
     step, keep_last = options.get("step"), options.get("keep_last")
     folder = step_folder(path, step, keep_last)
     steps = Path(path).absolute()
-    with _fresh_again(optimizer), ThreadPoolExecutor(1, thread_name_prefix="osdp-copy") as copying:
+    with _fresh_again(optimizer):
         state = _stored(model, optimizer)
         check_room_for_copy(model, state)
-        # While ranks agree.
-        copy = copying.submit(copy_of, state)
+        copy = start_copy(model, state)  # while ranks agree
         kept = KeptState.of(
             options.get("scheduler"),
             step,
@@ -210,7 +219,7 @@ def save_async(
             options.get("extra"),
         ).packed()
         new = NewCheckpoint(folder)
-        copied = copy.result()
+        copied = copy()
     group = background_group()
 
     def write() -> None:
@@ -243,7 +252,7 @@ def _write(new: NewCheckpoint, state: State, kept: bytes, group: dist.ProcessGro
 def load(
     path: str | Path,
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: Optimizers | None = None,
     *,
     scheduler: Any = None,
     data: Any = None,
@@ -257,7 +266,8 @@ def load(
         path: A folder written by :func:`save`, under any plan and world size; or one with several steps, of
             which the latest is read.
         model: A model wrapped under any plan, or plain.
-        optimizer: An optimizer of the same class over its parameters; ``None`` reads the model alone.
+        optimizer: An optimizer of the same class over its parameters, or all of several; ``None`` reads the
+            model alone.
         scheduler: What was given as ``scheduler`` when saving.
         data: This rank's data loader; read if it was saved on as many ranks.
 
@@ -279,21 +289,21 @@ def load(
         )
     folder = latest_step(path)
     verification = Verification.start(folder)
-    is_fresh = optimizer is not None and not optimizer.state
+    fresh = [each for each in _each(optimizer) if not each.state]
     try:
         # While the disk is read.
-        with _gradients_aside(optimizer if is_fresh else None):
+        with _gradients_aside(fresh):
             state = _state(model, optimizer)
         contents = verification.finish()
         kept = KeptState.read(folder, contents)
         kept.check(scheduler, str(folder))
         options: State = {}
         mixed: list[str] = []
-        if optimizer is not None and are_in_groups(contents.metadata):
+        if _each(optimizer) and are_in_groups(contents.metadata):
             options = read_options(folder, contents.metadata)
             owners = _links(model).owners
             names = {id(p): owners.get(name, name) for name, p in model.named_parameters()}
-            mixed = mixed_options(optimizer, names, options)
+            mixed = [fault for each in _each(optimizer) for fault in mixed_options(each, names, options)]
         require_same(contents.metadata, state, str(folder), options, mixed)
         read = without_options(state) if options else state
         with in_one_process():
@@ -304,15 +314,15 @@ def load(
             mine = {name: as_held(options[name], held[name]) for name in held if name in options}
             state = {**read, "optimizer": {**read["optimizer"], **mine}}
     except (Exception, CheckpointException) as error:  # the latter is a BaseException
-        if is_fresh and optimizer is not None:
-            optimizer.state.clear()
+        for each in fresh:
+            each.state.clear()
         if not isinstance(error, CheckpointException):
             raise
         raise RuntimeError(
             f"{folder} was not loaded, and some of the model may be overwritten: {describe_failures(error)}"
         ) from error
-    if optimizer is not None:
-        set_train_state(model, optimizer, state)
+    if _each(optimizer):
+        set_train_state(model, _each(optimizer), state)
     else:
         set_model_state_dict(model, in_blocks_of(model, state["model"]))
     return kept.restore(scheduler, data)
@@ -334,20 +344,20 @@ def verify(path: str | Path) -> None:
         )
 
 
-def _stored(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> State:
+def _stored(model: nn.Module, optimizer: Optimizers | None) -> State:
     return in_groups(_state(model, optimizer), in_stages=_links(model).stage_group is not None)
 
 
-def _state(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> State:
-    if optimizer is not None:
-        return train_state(model, optimizer)
+def _state(model: nn.Module, optimizer: Optimizers | None) -> State:
+    if _each(optimizer):
+        return train_state(model, _each(optimizer))
     return {"model": in_one_block(dict(get_model_state_dict(model)))}
 
 
 @contextmanager
-def _gradients_aside(optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
+def _gradients_aside(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[None]:
     """Inside there are no gradients: while there are, torch does not look which states there will be."""
-    groups = [] if optimizer is None else optimizer.param_groups
+    groups = [group for each in optimizers for group in each.param_groups]
     gradients = [(parameter, parameter.grad) for group in groups for parameter in group["params"]]
     for parameter, _ in gradients:
         parameter.grad = None
@@ -359,14 +369,14 @@ def _gradients_aside(optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
 
 
 @contextmanager
-def _fresh_again(optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
+def _fresh_again(optimizer: Optimizers | None) -> Iterator[None]:
     """Keep a new optimizer without states: torch runs a step to learn which there will be."""
-    is_fresh = optimizer is not None and not optimizer.state
+    fresh = [each for each in _each(optimizer) if not each.state]
     try:
         yield
     finally:
-        if is_fresh and optimizer is not None:
-            optimizer.state.clear()
+        for each in fresh:
+            each.state.clear()
 
 
 def whole_state_dict(model: nn.Module) -> State:

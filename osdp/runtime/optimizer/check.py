@@ -19,8 +19,16 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.hooks import RemovableHandle
 
 from osdp.errors import NoGradientError, PlanMismatchError
-from osdp.model.training import MATRIX_OPTIMIZERS, Training, is_elementwise, is_muon, unsupported_step
+from osdp.model.training import (
+    MATRIX_OPTIMIZERS,
+    Training,
+    is_elementwise,
+    is_muon,
+    local_bytes,
+    unsupported_step,
+)
 from osdp.plan.plan import Plan
+from osdp.plan.shard_math import matrix_step_bytes
 from osdp.plan.sharding import MatrixStep
 from osdp.runtime.measured_steps import MeasuredSteps
 from osdp.runtime.module.replaced import Replaced
@@ -144,7 +152,7 @@ class OptimizerCheck:
         plan = self._running.plan
         training = plan.training
         try:
-            Training.from_optimizer(optimizer)
+            live = Training.from_optimizer(optimizer)
         except (TypeError, ValueError) as error:
             logger.warning(
                 "whether the optimizer fits the plan made for %s is unknown: %s", training.optimizer, error
@@ -152,18 +160,35 @@ class OptimizerCheck:
             return
         spare = plan.memory_limit - plan.predicted.peak_bytes
         differences = training.mismatch(optimizer, spare=spare)
-        whole = sum(key in self._matrix_steps for key in _identities(optimizer))
-        if whole and not is_muon(optimizer) and training.num_states > MATRIX_OPTIMIZERS["Muon"]:
-            differences.append(
-                f"{type(optimizer).__name__} steps {whole} matrices that the plan leaves to "
-                f"{training.matrix_optimizer}, which keeps less"
-            )
+        differences += self._matrix_differences(optimizer, live, spare)
         if differences:
             raise PlanMismatchError([*differences, _PLAN_AGAIN])
         surplus = training.surplus(optimizer)
         if surplus is not None and dist.get_rank() == 0 and not self._told_surplus:
             self._told_surplus = True
             logger.warning("%s: there may be a faster plan; %s", surplus, _PLAN_AGAIN)
+
+    def _matrix_differences(self, optimizer: Optimizer, live: Training, spare: int) -> list[str]:
+        """Reasons why what ``optimizer`` does with matrices needs more memory than planned."""
+        training, ranks = self._running.plan.training, self._running.data_group.size()
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if self._is_mine(p)]
+        planned = [self._parameters[key] for key in self._matrix_steps]
+        if is_muon(optimizer):
+            needs, has = (
+                matrix_step_bytes([p.numel() for p in each], ranks) for each in (parameters, planned)
+            )
+            if needs <= has + spare:
+                return []
+            return [f"a step of Muon needs {needs} bytes of temporaries for its matrices; the plan has {has}"]
+        more = live.num_states - MATRIX_OPTIMIZERS["Muon"]
+        whole = [p for p in parameters if id(p) in self._matrix_steps]
+        extra = more * sum(local_bytes(p) for p in whole)
+        if extra <= max(spare, 0):
+            return []
+        return [
+            f"{live.optimizer} steps {len(whole)} matrices that the plan leaves to "
+            f"{training.matrix_optimizer}, which keeps {extra} bytes less of them"
+        ]
 
     def _step_locally(self, optimizer: Optimizer) -> None:
         if optimizer in self._local_steps or not self._is_over_mine(optimizer):
@@ -172,7 +197,8 @@ class OptimizerCheck:
             self._local_steps[optimizer] = LocalSteps(optimizer)
         elif is_muon(optimizer):
             gathered = {key for key, step in self._matrix_steps.items() if step is MatrixStep.GATHERED}
-            matrices = WholeMatrices(self._running.data_group, gathered)
+            ranks, wait = self._running.data_group, self._running.wait
+            matrices = WholeMatrices(ranks, self._parameters, gathered, wait)
             self._local_steps[optimizer] = LocalSteps(optimizer, matrices.step)
 
     def _refuse_added(self, optimizer: Optimizer) -> None:

@@ -9,11 +9,11 @@ ways it is bfloat16, to which Muon rounds in any case, so that steps are those o
     rank 1   part of A   ->  A on its owner  ->   A's result: part 1
 
 A matrix that is *gathered* is sent to every rank instead, and orthogonalized by all of them: half the
-messages and all of the work, which pays for small ones; of a replicated matrix nothing is sent at all. Owners
-as in Kimi's distributed Muon ("Muon is Scalable for LLM Training", arXiv 2502.16982, section 2.3).
+messages and all of the work, which pays for small ones. Owners as in Kimi's distributed Muon ("Muon is
+Scalable for LLM Training", arXiv 2502.16982, section 2.3).
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -105,6 +105,8 @@ class WholeMatrices:
 
     Args:
         ranks: The data-parallel ranks, all of which hold matrices that are plain tensors.
+        order: Ids of the model's parameters, in the order in which all ranks step them: an optimizer may have
+            them in another one on each rank. Others are of this rank alone.
         gathered: Ids of the parameters that every rank orthogonalizes by itself.
         wait: Waits for messages.
     """
@@ -112,10 +114,12 @@ class WholeMatrices:
     def __init__(
         self,
         ranks: dist.ProcessGroup,
+        order: Iterable[int],
         gathered: Collection[int] = (),
         wait: Callable[[PendingMessages], object] = lambda messages: messages.wait(),
     ) -> None:
         self._ranks, self._gathered, self._wait = ranks, gathered, wait
+        self._place = {key: place for place, key in enumerate(order)}
 
     @torch.no_grad()
     def step(self, optimizer: Optimizer) -> bool:
@@ -141,30 +145,34 @@ class WholeMatrices:
 
     def _members(self, optimizer: Optimizer) -> Iterator[_Matrix]:
         """The matrices with a gradient, after the part of the step that is made element by element."""
-        for options in optimizer.param_groups:
-            for parameter in options["params"]:
-                grad = parameter.grad
-                if grad is None:
-                    continue
-                if grad.is_complex() or grad.is_sparse:
-                    raise RuntimeError("Muon supports neither complex parameters nor sparse gradients")
-                if isinstance(parameter, DTensor) and grad.placements != parameter.placements:
-                    grad = grad.redistribute(placements=parameter.placements)
-                own, state = _local(grad), optimizer.state[parameter]
-                if _MOMENTUM not in state:
-                    zeros = torch.zeros_like(own)
-                    state[_MOMENTUM] = as_state(zeros, parameter) if isinstance(parameter, DTensor) else zeros
-                momentum = _local(state[_MOMENTUM])
-                momentum.lerp_(own, 1 - options["momentum"])
-                update = own.lerp(momentum, options["momentum"]) if options["nesterov"] else momentum
-                yield _Matrix(
-                    parameter,
-                    options,
-                    self._split(parameter),
-                    # Never the momentum itself, which is orthogonalized in place where it is bfloat16.
-                    update.to(_device(parameter), torch.bfloat16, copy=not options["nesterov"]),
-                    id(parameter) in self._gathered,
-                )
+        members = [
+            (parameter, options)
+            for options in optimizer.param_groups
+            for parameter in options["params"]
+            if parameter.grad is not None
+        ]
+        members.sort(key=lambda member: self._place.get(id(member[0]), len(self._place)))
+        for parameter, options in members:
+            grad = parameter.grad
+            if grad.is_complex() or grad.is_sparse:
+                raise RuntimeError("Muon supports neither complex parameters nor sparse gradients")
+            if isinstance(parameter, DTensor) and grad.placements != parameter.placements:
+                grad = grad.redistribute(placements=parameter.placements)
+            own, state = _local(grad), optimizer.state[parameter]
+            if _MOMENTUM not in state:
+                zeros = torch.zeros_like(own)
+                state[_MOMENTUM] = as_state(zeros, parameter) if isinstance(parameter, DTensor) else zeros
+            momentum = _local(state[_MOMENTUM])
+            momentum.lerp_(own, 1 - options["momentum"])
+            update = own.lerp(momentum, options["momentum"]) if options["nesterov"] else momentum
+            yield _Matrix(
+                parameter,
+                options,
+                self._split(parameter),
+                # Never the momentum itself, which is orthogonalized in place where it is bfloat16.
+                update.to(_device(parameter), torch.bfloat16, copy=not options["nesterov"]),
+                id(parameter) in self._gathered or id(parameter) not in self._place,
+            )
 
     def _split(self, parameter: torch.Tensor) -> _Split | None:
         if not isinstance(parameter, DTensor):

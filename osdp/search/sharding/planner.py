@@ -386,6 +386,7 @@ def _decision(problem: ShardingProblem, operator: Operator, strategy: UnitStrate
         costs.optimizer,
         group,
         costs.model_bytes,
+        costs.owners,
         in_shards=mode is not Mode.NO_SHARD,
     )
     return Decision(

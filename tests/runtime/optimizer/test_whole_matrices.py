@@ -1,8 +1,11 @@
 """Muon trains as in a single process, whatever parts of its matrices the ranks hold."""
 
 import copy
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +21,7 @@ from osdp.model.training import Training
 from osdp.plan.plan import Plan
 from osdp.plan.sharding import Mode
 from osdp.plan.tensor_parallel import TensorParallelPlan
+from osdp.runtime import checkpoint
 from osdp.runtime.optimizer import whole_matrices
 from osdp.runtime.optimizer.local_steps import LocalSteps
 from osdp.runtime.optimizer.whole_matrices import WholeMatrices
@@ -127,12 +131,20 @@ class Products(TorchDispatchMode):
         return found
 
 
+def ids_of(model: nn.Module) -> list[int]:
+    return [id(parameter) for parameter in model.parameters()]
+
+
+def owners_of(model: nn.Module) -> WholeMatrices:
+    return WholeMatrices(dist.group.WORLD, ids_of(model))
+
+
 def steps_by(matrices: Callable[[OSDP], WholeMatrices]) -> dict[str, int]:
     """Products of a step under each plan, made by ``matrices``; all with the result of the owners' steps."""
     products = {}
     for name, plan in plans(made()).items():
         results = []
-        for make in (lambda model: WholeMatrices(dist.group.WORLD), matrices):
+        for make in (owners_of, matrices):
             model = OSDP(made(), plan=plan)
             batch = tokens(dist.get_rank(), 3, 6)
             loss_of(model(batch), batch).backward()
@@ -147,8 +159,8 @@ def steps_by(matrices: Callable[[OSDP], WholeMatrices]) -> dict[str, int]:
 
 def all_gathered() -> tuple[dict[str, int], dict[str, int]]:
     return (
-        steps_by(lambda model: WholeMatrices(dist.group.WORLD, {id(p) for p in model.parameters()})),
-        steps_by(lambda model: WholeMatrices(dist.group.WORLD)),
+        steps_by(lambda model: WholeMatrices(dist.group.WORLD, ids := ids_of(model), ids)),
+        steps_by(owners_of),
     )
 
 
@@ -159,6 +171,92 @@ def test_matrices_that_are_gathered_are_orthogonalized_by_all() -> None:
         assert [each[name] for each in everyone] == [5 * 15] * 2, name
         shares = [each[name] for each in owners]
         assert sum(shares) == 5 * 15 and min(shares) >= 2 * 15, (name, shares)
+
+
+def in_another_order_on_each_rank() -> None:
+    """As ``set(model.parameters())`` gives them, which hashes addresses."""
+    want = single_process()
+    for name, plan in plans(made()).items():
+        model = OSDP(made(), plan=plan)
+        optimizers = optimizers_of(model)
+        for group in optimizers[0].param_groups:
+            group["params"] = group["params"][dist.get_rank() :] + group["params"][: dist.get_rank()]
+        train(model, optimizers)
+        assert_trained(state_of(model, optimizers[0]), want, name)
+
+
+def test_ranks_may_list_matrices_in_other_orders() -> None:
+    run(2, in_another_order_on_each_rank, timeout=100)
+
+
+def beside_another_model() -> None:
+    """A matrix of another model, which differs from rank to rank, is stepped by each rank alone."""
+    for name in ("replicate all", "shard all"):
+        model = OSDP(made(), plan=plans(made())[name])
+        other = nn.Parameter(torch.full((2 + dist.get_rank(), 3), 1.0))
+        alone = nn.Parameter(other.detach().clone())
+        matrices = [p for p in model.parameters() if is_matrix(p)]
+        muon, single = torch.optim.Muon([*matrices, other], lr=0.1), torch.optim.Muon([alone], lr=0.1)
+        batch = tokens(dist.get_rank(), 3, 6)
+        loss_of(model(batch), batch).backward()
+        other.grad, alone.grad = torch.ones_like(other), torch.ones_like(alone)
+        muon.step()
+        single.step()
+        assert torch.equal(other, alone), name
+
+
+def test_matrices_of_other_models_are_this_ranks_own() -> None:
+    run(2, beside_another_model)
+
+
+def checkpoints(folder: str) -> None:
+    """Both optimizers in one checkpoint, from one plan to another."""
+    named = plans(made())
+    for index, (before, after) in enumerate(
+        pairwise(("shard all", "replicate all", "in slices", "shard all"))
+    ):
+        model = OSDP(made(), plan=named[before])
+        optimizers = optimizers_of(model)
+        train(model, optimizers)
+        saving = checkpoint.save_async if index else checkpoint.save
+        done = saving(f"{folder}/{index}", model, optimizers)
+        if done is not None:
+            done.wait()
+        other = OSDP(made(), plan=named[after])
+        into = optimizers_of(other)
+        checkpoint.load(f"{folder}/{index}", other, into)
+        for one, two in zip(optimizers, into, strict=True):
+            assert_equal(held(other, two), held(model, one), f"{before} to {after}")
+        train(other, into, first=STEPS)
+        assert_trained(state_of(other, into[0]), single_process(2 * STEPS), before, after)
+
+
+def test_checkpoints_have_the_states_of_both_optimizers(tmp_path: Path) -> None:
+    run(2, checkpoints, str(tmp_path), timeout=100)
+
+
+def wrapped_around() -> None:
+    """What was put around its step, a tracing library's, would see parts of matrices."""
+    torch.optim.Muon([nn.Parameter(torch.zeros(1, 1))])  # torch puts its hooks around the first one's step
+    own = torch.optim.Muon.step
+
+    @functools.wraps(own)
+    def traced(*args: Any, **kwargs: Any) -> Any:
+        return own(*args, **kwargs)
+
+    for name in ("replicate all", "shard all"):
+        model = OSDP(made(), plan=plans(made())[name])
+        batch = tokens(dist.get_rank(), 3, 6)
+        loss_of(model(batch), batch).backward()
+        muon, _ = optimizers_of(model)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.optim.Muon, "step", traced)
+            with pytest.raises(RuntimeError, match="Muon: something was put around its step"):
+                muon.step()
+
+
+def test_a_step_that_something_was_put_around_is_refused() -> None:
+    run(2, wrapped_around)
 
 
 def in_small_portions() -> None:
@@ -252,7 +350,7 @@ def test_complex_gradients_are_refused() -> None:
     parameter.grad = torch.ones_like(parameter)
     muon = torch.optim.Muon([parameter])
     with pytest.raises(RuntimeError, match="neither complex"):
-        WholeMatrices(_Alone()).step(muon)  # type: ignore[arg-type]
+        WholeMatrices(_Alone(), ()).step(muon)  # type: ignore[arg-type]
     assert not muon.state[parameter]
 
 
@@ -272,7 +370,7 @@ def of_one_rank(dtype: torch.dtype, nesterov: bool) -> Iterator[torch.Tensor]:
         parameter = nn.Parameter(torch.randn(4, 6, dtype=dtype))
         muon = torch.optim.Muon([parameter], lr=0.1, nesterov=nesterov)
         if by_us:
-            steps = LocalSteps(muon, WholeMatrices(_Alone()).step)  # type: ignore[arg-type]
+            steps = LocalSteps(muon, WholeMatrices(_Alone(), ()).step)  # type: ignore[arg-type]
         for _ in range(3):
             parameter.grad = torch.randn(4, 6, dtype=dtype)
             if by_us:
@@ -293,7 +391,7 @@ def test_orthogonalizing_leaves_the_momentum_alone() -> None:
     parameter = nn.Parameter(torch.randn(4, 6, dtype=torch.bfloat16))
     parameter.grad = torch.randn(4, 6, dtype=torch.bfloat16)
     muon = torch.optim.Muon([parameter], momentum=0.0, nesterov=False)
-    WholeMatrices(_Alone()).step(muon)  # type: ignore[arg-type]
+    WholeMatrices(_Alone(), ()).step(muon)  # type: ignore[arg-type]
     assert torch.equal(muon.state[parameter]["momentum_buffer"], parameter.grad)
 
 
@@ -317,7 +415,7 @@ def beside_tensor_parallelism(plans: dict[str, TensorParallelPlan], shape: tuple
             for name in names:
                 reference.get_parameter(name).grad = whole(model.get_parameter(name).grad).clone()
             theirs.step()
-            WholeMatrices(mesh["dp"].get_group()).step(ours)
+            WholeMatrices(mesh["dp"].get_group(), ids_of(model)).step(ours)
         for name in names:
             got, want = model.get_parameter(name), reference.get_parameter(name)
             torch.testing.assert_close(whole(got.detach()), want.detach(), rtol=1e-5, atol=1e-7, msg=name)
