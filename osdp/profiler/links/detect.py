@@ -30,7 +30,7 @@ from osdp.comm.objects import broadcast_object, gather_objects
 from osdp.hardware.device_info import DOUBTFUL_RESIDUAL, FOREIGN_LOAD, DeviceInfo, Link
 from osdp.plan.sharding import Route
 from osdp.profiler.cache import LIFETIME, MeasurementCache, placement
-from osdp.profiler.links.fitting import NO_GROWTH, fit_links, without_parameters
+from osdp.profiler.links.fitting import NO_GROWTH, fit_links, with_mixed_route, without_parameters
 from osdp.profiler.links.fsdp_probe import UNITS, Probe, StepTimes, UnitTimes, measure_parameters
 from osdp.profiler.links.machine import (
     available_memory,
@@ -157,13 +157,14 @@ def _measure_groups(
             samples = _time_units(
                 group, world, where, sizes, repeats, seconds / len(group.routes), timing.clock
             )
-            by_route = {
+            timed = {
                 route: {
                     nbytes: _slowest(UnitTimes.of(s, timing.typical), world, where)
                     for nbytes, s in seen.items()
                 }
                 for route, seen in samples.items()
             }
+            by_route = with_mixed_route(timed)
             attempts.append((fit_links(name, group.mesh.size(), by_route), by_route))
             if _worst_residual(attempts[-1][0]) <= DOUBTFUL_RESIDUAL:
                 break
@@ -313,7 +314,7 @@ def _groups(world: DeviceMesh, group_sizes: Sequence[int]) -> dict[str, _Group]:
     meshes = Meshes.over(world)
     # Accelerators' backends have a reduce-scatter; gloo's is an all-reduce of everything.
     alone = world.device_type != "cpu"
-    flat = (Route.FLAT,) if alone else (Route.FLAT, Route.EXCHANGE, Route.EXCHANGE_ALL)
+    flat = (Route.FLAT,) if alone else (Route.FLAT, Route.EXCHANGE_ALL)
     in_steps = (Route.TWO_STEP,) if alone else (Route.TWO_STEP, Route.TWO_STEP_EXCHANGE)
     found = {"world": _Group(world, flat)}
     for size in group_sizes:

@@ -47,6 +47,19 @@ def fit(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float, f
     return latency, 1 / per_byte, residual
 
 
+def with_mixed_route(by_route: Mapping[Route, dict[int, UnitTimes]]) -> dict[Route, dict[int, UnitTimes]]:
+    """The routes, and ``EXCHANGE``: gathers of ``FLAT``, and reductions of ``EXCHANGE_ALL``."""
+    found = dict(by_route)
+    if Route.FLAT in found and Route.EXCHANGE_ALL in found:
+        own, messages = found[Route.FLAT], found[Route.EXCHANGE_ALL]
+        found[Route.EXCHANGE] = {
+            nbytes: replace(times, reduce=messages[nbytes].reduce)
+            for nbytes, times in own.items()
+            if nbytes in messages
+        }
+    return found
+
+
 def fit_links(group: str, size: int, by_route: Mapping[Route, dict[int, UnitTimes]]) -> list[Link]:
     """The three links of a group, in the order of ``COLLECTIVES``, by the route that a unit is fastest on.
 

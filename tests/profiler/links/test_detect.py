@@ -18,7 +18,7 @@ from osdp.hardware.device_info import COLLECTIVES, DOUBTFUL_RESIDUAL, DeviceInfo
 from osdp.plan.sharding import Route
 from osdp.profiler.links import detect as collectives
 from osdp.profiler.links import machine, toy_model
-from osdp.profiler.links.fitting import fit, fit_links, without_parameters
+from osdp.profiler.links.fitting import fit, fit_links, with_mixed_route, without_parameters
 from osdp.profiler.links.fsdp_probe import Probe, StepTimes, UnitTimes
 from osdp.profiler.links.overlap import OverlapProbe, hidden_part
 from osdp.profiler.links.timing import WALL_CLOCK, fast_quartile, timing_beside, trimmed_mean
@@ -133,9 +133,13 @@ def test_the_backends_own_reduce_scatter_stays_known_beside_a_faster_exchange() 
 def test_gathers_by_messages_are_taken_where_they_are_faster() -> None:
     # gloo's own reach two thirds of the rate between two hosts, every now and then.
     own = {b: UnitTimes(2e-3 + b / 6e8, 1e-4, 4e-3 + b / 1e9, 3e-3 + b / 4e9) for b in SIZES}
-    reduced = {b: replace(times, reduce=2e-3 + b / 2e9) for b, times in own.items()}
-    both = {b: replace(times, unshard=1e-3 + b / 9e8) for b, times in reduced.items()}
-    times = {Route.FLAT: own, Route.EXCHANGE: reduced, Route.EXCHANGE_ALL: both}
+    both = {b: replace(times, unshard=1e-3 + b / 9e8, reduce=2e-3 + b / 2e9) for b, times in own.items()}
+    times = with_mixed_route({Route.FLAT: own, Route.EXCHANGE_ALL: both})
+    # What is timed on two routes says what the third takes, which has the gathers of one of them.
+    assert times[Route.EXCHANGE] == {b: replace(each, reduce=both[b].reduce) for b, each in own.items()}
+    slow = {b: replace(times, unshard=1.0) for b, times in both.items()}
+    links = fit_links("world", 4, with_mixed_route({Route.FLAT: own, Route.EXCHANGE_ALL: slow}))
+    assert [link.by_exchange for link in links] == [False, True, False, False]
     device = DeviceInfo(memory_limit=2**30, devices_per_node=4, links=tuple(fit_links("world", 4, times)))
     chosen, flat = shard_groups_of(device)
     assert (chosen.route, chosen.gather.latency) == (Route.EXCHANGE_ALL, pytest.approx(1e-3))
