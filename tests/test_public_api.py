@@ -13,6 +13,7 @@ from tests.helpers.load import slowdown
 def test_the_public_names_are_these() -> None:
     assert osdp.__all__ == [
         "OSDP",
+        "BatchMix",
         "DeviceInfo",
         "HostLink",
         "InfeasibleError",

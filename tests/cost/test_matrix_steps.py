@@ -2,6 +2,7 @@
 
 import logging
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -130,14 +131,18 @@ def refused_beside(model: OSDP) -> None:
     spare = model.plan.memory_limit - model.plan.predicted.peak_bytes
     torch.optim.SGD(model.parameters(), lr=0.0).step()  # keeps less
     check = model._optimizer_check
-    for optimizer, said in (
-        (torch.optim.AdamW(model.parameters()), "AdamW steps 8 matrices that the plan leaves to Muon"),
-        (torch.optim.Muon([p for p in model.parameters() if p.ndim == 2]), "bytes of temporaries for its"),
-    ):
-        live = Training.from_optimizer(optimizer)
-        assert check._matrix_differences(optimizer, live, spare) == []
-        (difference,) = check._matrix_differences(optimizer, live, 0)
-        assert said in difference
+    adamw, muon = (
+        torch.optim.AdamW(model.parameters()),
+        torch.optim.Muon([p for p in model.parameters() if p.ndim == 2]),  # with embeddings
+    )
+    assert check._matrix_differences(adamw, ADAMW, spare) == []
+    (difference,) = check._matrix_differences(adamw, ADAMW, 0)
+    assert "AdamW steps 8 matrices that the plan leaves to Muon" in difference
+    assert check._matrix_differences(muon, MUON, 0) == []
+    tight = replace(model.plan, memory_limit=model.plan.predicted.state_bytes + 2**10)
+    with mock.patch.object(check._running, "plan", tight):
+        (difference,) = check._matrix_differences(muon, MUON, 0)
+    assert "the limit leaves 1024" in difference
 
 
 def trains_as_planned() -> tuple[list[str], list[str]]:

@@ -170,16 +170,21 @@ class OptimizerCheck:
 
     def _matrix_differences(self, optimizer: Optimizer, live: Training, spare: int) -> list[str]:
         """Reasons why what ``optimizer`` does with matrices needs more memory than planned."""
-        training, ranks = self._running.plan.training, self._running.data_group.size()
+        plan, ranks = self._running.plan, self._running.data_group.size()
         parameters = [p for group in optimizer.param_groups for p in group["params"] if self._is_mine(p)]
         planned = [self._parameters[key] for key in self._matrix_steps]
         if is_muon(optimizer):
             needs, has = (
                 matrix_step_bytes([p.numel() for p in each], ranks) for each in (parameters, planned)
             )
-            if needs <= has + spare:
+            # There are no activations then: beside the temporaries there is what is kept all the time.
+            free = plan.memory_limit - plan.predicted.state_bytes
+            if needs <= max(has, free):
                 return []
-            return [f"a step of Muon needs {needs} bytes of temporaries for its matrices; the plan has {has}"]
+            return [
+                f"a step of Muon needs {needs} bytes of temporaries for its matrices; beside states and "
+                f"gradients the limit leaves {free}"
+            ]
         more = live.num_states - MATRIX_OPTIMIZERS["Muon"]
         whole = [p for p in parameters if id(p) in self._matrix_steps]
         extra = more * sum(local_bytes(p) for p in whole)
@@ -187,7 +192,7 @@ class OptimizerCheck:
             return []
         return [
             f"{live.optimizer} steps {len(whole)} matrices that the plan leaves to "
-            f"{training.matrix_optimizer}, which keeps {extra} bytes less of them"
+            f"{plan.training.matrix_optimizer}, which keeps {extra} bytes less of them"
         ]
 
     def _step_locally(self, optimizer: Optimizer) -> None:
