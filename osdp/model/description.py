@@ -14,6 +14,7 @@ It holds no hardware properties and no times; sizes of activations are *as trace
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 from osdp import codec
@@ -282,8 +283,8 @@ class ModelDesc(Savable):
 
     @property
     def batch_shape(self) -> tuple[int, ...]:
-        """Shape of the first tensor of the batch that has samples."""
-        return next((spec.shape for spec in self.sample if spec.shape), ())
+        """Shape of the largest tensor of the batch."""
+        return max((spec.shape for spec in self.sample), key=prod, default=())
 
     @property
     def tokens_per_sample(self) -> int | None:

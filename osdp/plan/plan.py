@@ -91,7 +91,7 @@ class Plan(Savable):
         tensor: Tensor-parallel plan of the ``tp`` ranks; ``None`` if ``tp`` is 1.
         token_slices: Slices into which ``train_step`` cuts sequences by default; ``None`` leaves them whole.
             Predictions are for whole sequences.
-        batch_shapes: Shapes of the first tensor of the batches that it was made for; empty if not known.
+        batch_shapes: Shape of the largest tensor of each batch that it was made for; empty if not known.
         notes: Facts about the plan as a whole.
         basis: What it was searched from; ``None`` if the model is cut, or if it was not searched.
         version: Format version.

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from osdp.plan.plan import Plan
-from osdp.runtime.microbatch import batch_shape
+from osdp.runtime.microbatch import batch_shape, num_samples
 from osdp.text import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -36,13 +36,13 @@ def watch_batches(model: nn.Module, plan: Plan) -> None:
 
 def _is_beyond(plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether the batch is larger than ``plan`` was made for, which is then told."""
-    shape = batch_shape((args, kwargs))
+    shape, samples = batch_shape((args, kwargs)), num_samples((args, kwargs))
     planned = [each for each in plan.batch_shapes if len(each) == len(shape)]
     if not planned or planned == [(plan.local_batch, *shape[1:])]:
-        beyond = bool(shape) and shape[0] > plan.local_batch
+        beyond = samples > plan.local_batch
         what = "a batch has %d samples, the plan was made for a local batch of %d"
-        facts: tuple[object, ...] = (*shape[:1], plan.local_batch)
-        advice = f"Plan with training=Training(local_batch={shape[0] if shape else 0})"
+        facts: tuple[object, ...] = (samples, plan.local_batch)
+        advice = f"Plan with training=Training(local_batch={samples})"
     else:
         longest = [max(sizes) for sizes in zip(*planned, strict=True)]
         is_longer = any(size > most for size, most in zip(shape[1:], longest[1:], strict=True))

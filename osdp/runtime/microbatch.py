@@ -82,12 +82,13 @@ def split(inputs: Any, targets: Any, num_microbatches: int, device: torch.device
 
 def num_samples(inputs: Any) -> int:
     """Size of dim 0 of the first tensor that has one, among nested ``inputs``; 0 without tensors."""
-    return next(iter(batch_shape(inputs)), 0)
+    return next((len(leaf) for leaf in tree_leaves(inputs) if _has_batch(leaf)), 0)
 
 
 def batch_shape(inputs: Any) -> tuple[int, ...]:
-    """Shape of the first tensor that has a dim 0, among nested ``inputs``; empty without one."""
-    return next((tuple(leaf.shape) for leaf in tree_leaves(inputs) if _has_batch(leaf)), ())
+    """Shape of the largest tensor among nested ``inputs``; empty without one."""
+    tensors = [leaf for leaf in tree_leaves(inputs) if _has_batch(leaf)]
+    return tuple(max(tensors, key=lambda tensor: tensor.numel()).shape) if tensors else ()
 
 
 def _has_batch(leaf: Any) -> bool:

@@ -10,7 +10,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from osdp.allocator import keep_freed_memory
-from osdp.comm.messages import PendingMessages
 from osdp.plan.plan import Plan
 from osdp.plan.schedule import Schedule
 from osdp.runtime.computation import Computation
@@ -97,14 +96,6 @@ class RunningModel(ParameterStore, Protocol):
 
     def train(self, mode: bool) -> None:
         """Set the training mode."""
-        ...
-
-    def wait(self, messages: PendingMessages) -> None:
-        """Wait for messages of a step of the optimizer.
-
-        Raises:
-            RuntimeError: Another rank failed.
-        """
         ...
 
     def settle(self) -> None:

@@ -47,8 +47,9 @@ class BatchShape:
 
     @property
     def words(self) -> str:
-        """The shape, in words."""
-        return " x ".join(map(str, self.model_desc.batch_shape))
+        """The shapes of its tensors, in words."""
+        shapes = dict.fromkeys(spec.shape for spec in self.model_desc.sample if spec.shape)
+        return " and ".join(" x ".join(map(str, shape)) for shape in shapes)
 
 
 def best_plan_of_mix(
@@ -119,7 +120,7 @@ def _fitting(
     Raises:
         InfeasibleError: None was found.
     """
-    limit, names = device.memory_limit, {each.words: 0.0 for each in shapes}
+    limit, peaks = device.memory_limit, [0] * len(shapes)
     candidates = [
         Candidate(replace(training, local_batch=shape.profile.local_batch), shape.profile)
         for training in trainings
@@ -136,19 +137,19 @@ def _fitting(
             steps = tuple(_step_at(plan, each, device) for each in shapes)
         except PlanMismatchError:
             break  # operators that can be cut, or blocks recomputed, at some of the shapes alone
-        names = {each.words: step.peak_bytes for each, step in zip(shapes, steps, strict=True)}
-        over = max(names.values()) - device.memory_limit
+        peaks = [step.peak_bytes for step in steps]
+        over = max(peaks) - device.memory_limit
         if over <= 0:
             seconds = sum(each.share * step.step_seconds for step, each in zip(steps, shapes, strict=True))
             alike = seconds <= plan.predicted.step_seconds * (1 + _PROVEN)
             kept = replace(plan, memory_limit=device.memory_limit, device=device.fingerprint)
             proven = number == 0 and plan.optimal and alike
             return _Judged(kept, steps, seconds / plan.training.microbatches, proven)
-        limit -= int(over)
-    worst = max(names, key=lambda name: names[name])
+        limit -= over
+    worst = shapes[peaks.index(max(peaks))].words
     raise InfeasibleError(
         limit=device.memory_limit,
-        best_peak=max(int(names[worst]), device.memory_limit + 1),
+        best_peak=max(*peaks, device.memory_limit + 1),
         largest=[
             LargeOperator(op.name, op.nbytes)
             for op in sorted(shape.model_desc.operators, key=lambda op: -op.nbytes)[:_LARGEST_SHOWN]

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any
 
 import torch
@@ -160,8 +161,10 @@ class BatchMix:
             raise ValueError("a BatchMix needs at least one batch")
         if self.weights and len(self.weights) != len(self.batches):
             raise ValueError(f"{len(self.weights)} weights do not fit {len(self.batches)} batches")
-        if wrong := [weight for weight in self.weights if not weight > 0]:
-            raise ValueError(f"weights say how often a batch occurs and must be positive, got {wrong[0]}")
+        if wrong := [weight for weight in self.weights if not 0 < weight < inf]:
+            raise ValueError(
+                f"weights say how often a batch occurs: they must be positive and finite, got {wrong[0]}"
+            )
 
     @property
     def shares(self) -> tuple[float, ...]:

@@ -133,6 +133,19 @@ def test_a_shape_that_takes_more_than_the_largest_is_kept_within_the_limit() -> 
     assert peaks[1] > peaks[0] and max(peaks) <= limit == found.memory_limit and not found.optimal
 
 
+def test_batches_that_look_alike_are_all_kept_within_the_limit() -> None:
+    # The peak of the last one was taken for that of all whose first tensors had its shape.
+    device = devices()
+    light, heavy = (shapes_of(SIZES[:1], (0.5,), device)[0] for _ in range(2))
+    more = replace(heavy.profile, resident_bytes=heavy.profile.resident_bytes + 2**21)
+    heavy = replace(heavy, profile=more)
+    free = best_plan_of_mix([heavy, light], [TRAINING], device)
+    limit = free.predicted.peak_bytes - 2**17
+    for shapes in ([heavy, light], [light, heavy]):
+        found = best_plan_of_mix(shapes, [TRAINING], devices(limit))
+        assert max(step.peak_bytes for step in steps_of(found, shapes, devices(limit))) <= limit
+
+
 def test_shapes_that_run_other_code_are_compared_by_their_own_plans() -> None:
     device = devices()
     shapes = shapes_of(SIZES[:2], (0.5, 0.5), device)
@@ -157,6 +170,7 @@ def test_what_a_mix_is() -> None:
         ([], [], "at least one"),
         ([1], [1.0, 2.0], "2 weights do not fit 1"),
         ([1], [0.0], "must be positive"),
+        ([1, 2], [1.0, float("inf")], "and finite, got inf"),
     ):
         with pytest.raises(ValueError, match=said):
             BatchMix(batches, weights)

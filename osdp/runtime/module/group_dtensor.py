@@ -4,6 +4,11 @@ A HYBRID_SHARD parameter is on a mesh of groups, other parameters of its plan ar
 DTensor refuses operations on tensors of different meshes, so whether the norm for clipping can be computed by
 torch, or the factors of LoRA can be merged, would depend on the plan. What is stored of HYBRID_SHARD
 parameters, and their gradients, are therefore DTensors that bring the operands of an operation onto one mesh.
+
+So are the gradients of replicated parameters beside sharded ones, for ``torch.amp.GradScaler``: whether any
+gradient is infinite torch asks the other ranks only if the first one in the optimizer is sharded
+(``found_inf_reduce_handler`` in ``torch.distributed.tensor``, 2.13). Where the first was replicated, and the
+infinity in a shard of one rank, that rank alone skipped its step.
 """
 
 import copy
@@ -20,6 +25,8 @@ from osdp.torch_private.optimizers import treat_in_lists
 
 #: In the names of functions on lists of tensors, element by element.
 _ON_LISTS = ("_foreach_", "_fused_")
+#: What looks for infinite gradients.
+_UNSCALES = "_amp_foreach_non_finite_check_and_unscale_"
 #: What takes tensors as they are: attributes, and what asks autograd for the gradients of some.
 _AS_THEY_ARE = frozenset(("__get__", "__set__", "__delete__", "grad", "backward"))
 #: Methods whose names look like those of in-place operations, which change no values.
@@ -77,6 +84,8 @@ class GroupDTensor(DTensor):
         with torch._C.DisableTorchFunctionSubclass():
             if name in _AS_THEY_ARE:
                 return _results(func(*args, **kwargs))
+            if name == _UNSCALES:
+                return _each_mesh(func, (sorted(args[0], key=_is_whole), *args[1:]), kwargs)
             meshes = list(dict.fromkeys(tensor.device_mesh for tensor in operands(args, kwargs)))
             if len(meshes) == 1:
                 return _results(func(*args, **kwargs))
@@ -122,8 +131,15 @@ class GroupDTensor(DTensor):
 treat_in_lists(GroupDTensor)
 
 
-def compute_with_other_meshes(tensor: torch.Tensor | None) -> None:
-    """Let a DTensor on a mesh of groups be a :class:`GroupDTensor` from now on; others stay what they are."""
+def compute_with_other_meshes(tensor: torch.Tensor | None, *, always: bool = False) -> None:
+    """Let a DTensor on a mesh of groups be a :class:`GroupDTensor` from now on; others stay what they are.
+
+    Args:
+        tensor: The tensor.
+        always: Whether one on another mesh becomes one, too.
+    """
+    if always and type(tensor) is DTensor:
+        tensor.__class__ = GroupDTensor
     _as_group(tensor)
 
 
@@ -150,6 +166,11 @@ def operands(args: Iterable[Any], kwargs: Mapping[str, Any]) -> Iterator[DTensor
             yield value
         elif isinstance(value, (list, tuple)):
             yield from operands(value, {})
+
+
+def _is_whole(tensor: torch.Tensor) -> bool:
+    """Whether each rank has all of it."""
+    return not isinstance(tensor, DTensor) or all(p.is_replicate() for p in tensor.placements)
 
 
 def _written(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> DTensor | None:

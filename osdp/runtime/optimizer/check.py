@@ -34,6 +34,7 @@ from osdp.runtime.measured_steps import MeasuredSteps
 from osdp.runtime.module.replaced import Replaced
 from osdp.runtime.optimizer.local_steps import LocalSteps
 from osdp.runtime.optimizer.whole_matrices import WholeMatrices
+from osdp.runtime.ranks.control import Control
 from osdp.runtime.running import RunningModel
 from osdp.torch_private.local_step import leaves_fused_open
 
@@ -202,8 +203,9 @@ class OptimizerCheck:
             self._local_steps[optimizer] = LocalSteps(optimizer)
         elif is_muon(optimizer):
             gathered = {key for key, step in self._matrix_steps.items() if step is MatrixStep.GATHERED}
-            ranks, wait = self._running.data_group, self._running.wait
-            matrices = WholeMatrices(ranks, self._parameters, gathered, wait)
+            mesh, plan = self._running.mesh, self._running.plan
+            control = Control.over(mesh if plan.is_whole else mesh["dp"])
+            matrices = WholeMatrices(self._running.data_group, self._parameters, gathered, control)
             self._local_steps[optimizer] = LocalSteps(optimizer, matrices.step)
 
     def _refuse_added(self, optimizer: Optimizer) -> None:

@@ -13,7 +13,7 @@ messages and all of the work, which pays for small ones. Owners as in Kimi's dis
 Scalable for LLM Training", arXiv 2502.16982, section 2.3).
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -25,15 +25,19 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from osdp.comm.groups import device_of
-from osdp.comm.messages import PendingMessages, start_messages
+from osdp.comm.messages import start_messages
 from osdp.comm.shards import join_parts, part_of, part_shape
 from osdp.plan.shard_math import MATRIX_PORTION
 from osdp.runtime.module.plain_states import part_for
 from osdp.runtime.optimizer.local_steps import as_state
+from osdp.runtime.ranks.control import Control
 from osdp.torch_private.dtensor import blocks_of_shard, sharded_dim, wrap_like
 from osdp.torch_private.muon import orthogonalize, take_step
 
 _MOMENTUM = "momentum_buffer"
+
+#: What ranks wait for, for messages of others.
+_STEP = "a step of Muon of all ranks"
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +112,7 @@ class WholeMatrices:
         order: Ids of the model's parameters, in the order in which all ranks step them: an optimizer may have
             them in another one on each rank. Others are of this rank alone.
         gathered: Ids of the parameters that every rank orthogonalizes by itself.
-        wait: Waits for messages.
+        control: Knows of faults of other ranks, and whether all step the same matrices; nobody if ``None``.
     """
 
     def __init__(
@@ -116,9 +120,9 @@ class WholeMatrices:
         ranks: dist.ProcessGroup,
         order: Iterable[int],
         gathered: Collection[int] = (),
-        wait: Callable[[PendingMessages], object] = lambda messages: messages.wait(),
+        control: Control | None = None,
     ) -> None:
-        self._ranks, self._gathered, self._wait = ranks, gathered, wait
+        self._ranks, self._gathered, self._control = ranks, gathered, control
         self._place = {key: place for place, key in enumerate(order)}
 
     @torch.no_grad()
@@ -126,8 +130,9 @@ class WholeMatrices:
         """Make one step, without its hooks; a collective call. Returns whether it was made.
 
         Raises:
-            RuntimeError: A gradient is complex or sparse.
+            RuntimeError: A gradient is complex or sparse, or ranks step different matrices.
         """
+        self._agree(optimizer)
         waiting: dict[dist.ProcessGroup, list[_Matrix]] = {}
         for matrix in self._members(optimizer):
             if matrix.split is None:
@@ -142,6 +147,16 @@ class WholeMatrices:
         for group, portion in waiting.items():
             self._orthogonalize(portion, group)
         return True
+
+    def _agree(self, optimizer: Optimizer) -> None:
+        """Raise on all ranks unless all of them are about to step the same matrices."""
+        given = (parameter for options in optimizer.param_groups for parameter in options["params"])
+        places = sorted(self._place[id(p)] for p in given if p.grad is not None and id(p) in self._place)
+        if self._control is not None and not self._control.agree(places, _STEP):
+            raise RuntimeError(
+                f"ranks are about to step other matrices ({len(places)} here), whose parts would mix: "
+                "step the same optimizers on all ranks, in the same order, and give them the same parameters"
+            )
 
     def _members(self, optimizer: Optimizer) -> Iterator[_Matrix]:
         """The matrices with a gradient, after the part of the step that is made element by element."""
@@ -253,12 +268,14 @@ class WholeMatrices:
                 key = tuple(map(id, sent[rank]))
                 flat[key] = flat[key] if key in flat else torch.cat([part.flatten() for part in sent[rank]])
         outgoing = {rank: flat[tuple(map(id, sent[rank]))] for rank in others if sent[rank]}
-        self._wait(
-            start_messages(
-                (dist.P2POp(dist.irecv, part, group=group, group_peer=at) for at, part in incoming.items()),
-                (dist.P2POp(dist.isend, part, group=group, group_peer=to) for to, part in outgoing.items()),
-            )
+        messages = start_messages(
+            (dist.P2POp(dist.irecv, part, group=group, group_peer=at) for at, part in incoming.items()),
+            (dist.P2POp(dist.isend, part, group=group, group_peer=to) for to, part in outgoing.items()),
         )
+        if self._control is None:
+            messages.wait()
+        else:
+            self._control.wait(messages, _STEP)
         return [
             _cut(incoming[rank], shapes[rank]) if rank in incoming else iter(())
             for rank in range(group.size())

@@ -13,7 +13,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from osdp.comm.groups import device_of, equalize_group_count
-from osdp.comm.messages import PendingMessages
 from osdp.errors import PlanMismatchError
 from osdp.model.fqn import is_inside
 from osdp.plan.plan import Plan
@@ -83,10 +82,6 @@ class PipelinedModel:
 
     def _level(self) -> None:
         equalize_group_count(self.mesh, device_of(self.mesh))
-
-    def wait(self, messages: PendingMessages) -> None:
-        """Wait for messages of a step of the optimizer."""
-        messages.wait()
 
     def make_schedule(self, num_microbatches: int | None, name: str | None, num_slices: int) -> Schedule:
         """The schedule of a step; see :class:`~osdp.runtime.running.RunningModel`."""

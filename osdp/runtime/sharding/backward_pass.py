@@ -314,7 +314,7 @@ class BackwardPass:
         for parameter in self._parameters:
             path, stored = parameter.path, parameter.stored
             if isinstance(stored, DTensor):
-                compute_with_other_meshes(stored.grad)
+                compute_with_other_meshes(stored.grad, always=isinstance(parameter, ReplicatedParameter))
             is_absent = parameter.name in absent
             if path.is_held:
                 path.deliver(stored, None if is_absent else stored.grad)

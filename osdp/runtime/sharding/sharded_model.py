@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import UnshardHandle
 
 from osdp.comm.groups import device_of
-from osdp.comm.messages import PendingMessages
 from osdp.plan.plan import Plan
 from osdp.plan.schedule import Schedule, default_stages_per_rank, make_schedule
 from osdp.plan.schedules import ONE_STAGE
@@ -213,10 +212,6 @@ class ShardedModel:
     def train(self, mode: bool) -> None:
         """Set the model's training mode."""
         self.model.train(mode)
-
-    def wait(self, messages: PendingMessages) -> None:
-        """Wait for messages of a step of the optimizer."""
-        self._lockstep.wait(messages, "a step of whole matrices")
 
     def stored_parameters(self) -> list[nn.Parameter]:
         """The parameters that the optimizer updates."""

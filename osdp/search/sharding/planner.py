@@ -298,7 +298,7 @@ def whole_plan(
 
 
 def _planned_shape(model_desc: ModelDesc, local_batch: int) -> tuple[int, ...]:
-    """Shape of the first tensor of a batch of so many samples."""
+    """Shape of the largest tensor of a batch of so many samples."""
     shape = model_desc.batch_shape
     return (local_batch, *shape[1:]) if shape[:1] == (model_desc.local_batch,) else shape
 

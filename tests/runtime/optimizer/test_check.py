@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from osdp import OSDP
@@ -224,6 +225,38 @@ def steps_of_subclasses_are_their_own() -> None:
 
 def test_a_subclass_with_a_step_of_its_own_is_let_through() -> None:
     run(2, steps_of_subclasses_are_their_own)
+
+
+def scales_with_an_infinity_of_one_rank() -> dict[str, tuple[float, bool]]:
+    """Found by the scaler, and whether it stepped, where one shard of rank 1 has an infinite gradient."""
+    found = {}
+    for name in PLANS:
+        model = wrapped(name, make())
+        # Those that are sharded last, as a user's groups may have them.
+        parameters = sorted(model.parameters(), key=lambda p: isinstance(p, DTensor) and not is_replicated(p))
+        optimizer = torch.optim.SGD(parameters, lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        before = [whole(p.detach()).clone() for p in parameters]
+        scaler.scale(model(batch_of(0, dist.get_rank()))).backward()
+        if dist.get_rank() == 1 and isinstance(parameters[-1], DTensor):
+            parameters[-1].grad.to_local().fill_(float("inf"))
+        scaler.step(optimizer)
+        scaler.update()
+        after = [whole(p.detach()) for p in parameters]
+        stepped = any(not torch.equal(one, two) for one, two in zip(before, after, strict=True))
+        found[name] = scaler.get_scale(), stepped
+    return found
+
+
+def is_replicated(parameter: DTensor) -> bool:
+    return all(placement.is_replicate() for placement in parameter.placements)
+
+
+def test_a_scaler_skips_a_step_on_all_ranks_if_one_shard_is_infinite() -> None:
+    # Where the first gradient is replicated torch asked no other rank: one skipped its step, the others not.
+    for found in run(2, scales_with_an_infinity_of_one_rank):
+        assert found.pop("NO_SHARD") == (4.0, True)
+        assert set(found.values()) == {(2.0, False)}, found
 
 
 class Records(logging.Handler):

@@ -189,6 +189,27 @@ def test_ranks_may_list_matrices_in_other_orders() -> None:
     run(2, in_another_order_on_each_rank, timeout=100)
 
 
+def steps_other_matrices() -> None:
+    """Two optimizers in another order on each rank, or one that a rank alone leaves out."""
+    for name in ("replicate all", "shard all", "step sharded each"):
+        model = OSDP(made(), plan=plans(made())[name])
+        matrices = [p for p in model.parameters() if is_matrix(p) and p.requires_grad]
+        batch = tokens(dist.get_rank(), 3, 6)
+        loss_of(model(batch), batch).backward()
+        before = {n: whole(p.detach()).clone() for n, p in model.named_parameters()}
+        # Of the same shapes: nothing else would tell.
+        made_of = [torch.optim.Muon([matrices[1]]), torch.optim.Muon([matrices[3]])]
+        assert matrices[1].shape == matrices[3].shape
+        with pytest.raises(RuntimeError, match="ranks are about to step other matrices"):
+            made_of[dist.get_rank()].step()
+        for n, p in model.named_parameters():
+            assert torch.equal(whole(p.detach()), before[n]), (name, n)
+
+
+def test_ranks_that_step_other_matrices_are_told() -> None:
+    run(2, steps_other_matrices)
+
+
 def beside_another_model() -> None:
     """A matrix of another model, which differs from rank to rank, is stepped by each rank alone."""
     for name in ("replicate all", "shard all"):
