@@ -6,7 +6,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from osdp.runtime import checkpoint
-from osdp.runtime.checkpoint.background import copy_of
+from osdp.runtime.checkpoint.background import start_copy
 from tests.helpers.distributed import run
 from tests.runtime.checkpoint.test_folder import trained
 
@@ -17,8 +17,9 @@ def shards_of(state: dict[str, Any]) -> dict[str, DTensor]:
 
 
 def copied_shards() -> None:
-    state = checkpoint.train_state(*trained(1))
-    held, copies = shards_of(state), shards_of(copy_of(state))
+    model, optimizer = trained(1)
+    state = checkpoint.train_state(model, optimizer)
+    held, copies = shards_of(state), shards_of(start_copy(model, state)())
     assert held and held.keys() == copies.keys()
     before = {name: value.to_local().clone() for name, value in held.items()}
     for value in held.values():  # of tied parameters more than once
