@@ -58,7 +58,7 @@ SISTERS = {
     "search.token_slices": set(),
     "runtime.ranks": set(),
     "runtime.module": {"runtime.ranks"},
-    "runtime.optimizer": {"runtime.module"},
+    "runtime.optimizer": {"runtime.module", "runtime.ranks"},
     "runtime.checkpoint": {"runtime.module", "runtime.ranks"},
     "runtime.sharding": {"runtime.module", "runtime.ranks"},
     "runtime.tensor_parallel": {"runtime.module"},
