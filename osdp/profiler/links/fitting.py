@@ -8,6 +8,9 @@ from osdp.plan.sharding import Route
 from osdp.profiler.links.fsdp_probe import UnitTimes
 from osdp.profiler.links.toy_model import NUM_TENSORS
 
+#: By how much gathers by messages may seem slower: they fill no copy, and always take as long.
+STEADY = 0.05
+
 #: Bandwidth of a link whose times do not grow with size: a busy moment of the machine hid how they do.
 NO_GROWTH = 2.0**60
 
@@ -68,7 +71,8 @@ def fit_links(group: str, size: int, by_route: Mapping[Route, dict[int, UnitTime
     common = set.intersection(*(set(samples) for samples in by_route.values()))
 
     def total(route: Route) -> float:
-        return sum(times.unshard + times.reduce for size, times in by_route[route].items() if size in common)
+        seconds = (t.unshard + t.reduce for size, t in by_route[route].items() if size in common)
+        return sum(seconds) * (1 - STEADY * route.gathers_by_exchange)
 
     fastest, first = min(by_route, key=total), next(iter(by_route))
     links = [

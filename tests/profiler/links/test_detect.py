@@ -145,6 +145,9 @@ def test_gathers_by_messages_are_taken_where_they_are_faster() -> None:
     assert (chosen.route, chosen.gather.latency) == (Route.EXCHANGE_ALL, pytest.approx(1e-3))
     assert chosen.messages is chosen.gather and chosen.gather_buffers == 0
     assert (flat.route, flat.searched, flat.gather.latency) == (Route.FLAT, False, pytest.approx(2e-3))
+    as_fast = {b: replace(each, reduce=both[b].reduce * 1.01) for b, each in own.items()}
+    links = fit_links("world", 4, with_mixed_route({Route.FLAT: own, Route.EXCHANGE_ALL: as_fast}))
+    assert [link.by_exchange for link in links[:2]] == [True, True]
     # Optimizer shards are sent by messages on any route.
     assert flat.messages is chosen.gather
     inside = fit_links("inside 2", 2, times)
@@ -234,7 +237,7 @@ def test_two_ranks_agree() -> None:
 def _on_two_nodes() -> tuple[DeviceInfo, list[tuple[str, int]], str]:
     from torch.distributed.device_mesh import init_device_mesh
 
-    told = collectives._groups(collectives.world_mesh(None, "cpu", 4), (2,))
+    told = collectives._groups(collectives.world_mesh(None, "cpu", 4), (2,), True)
     mesh = init_device_mesh("cpu", (2, 2))
     refused = ""
     try:
