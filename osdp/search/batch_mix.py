@@ -68,25 +68,26 @@ def best_plan_of_mix(
 
     Raises:
         InfeasibleError: Nothing fits at one of the shapes.
+        PlanMismatchError: No plan for one of the shapes can run at the others.
     """
     largest = max(shapes, key=lambda shape: _saved_bytes(shape.model_desc))
     mean = _mean_profile(largest, shapes)
     searched = [*shapes] if mean is None else [replace(largest, profile=mean), *shapes]
     best: _Judged | None = None
-    tightest: InfeasibleError | None = None
+    fault: InfeasibleError | PlanMismatchError | None = None
     for shape in searched:
         try:
             found = _fitting(shape, shapes, trainings, device, options)
-        except InfeasibleError as error:
-            tightest = tightest or error
+        except (InfeasibleError, PlanMismatchError) as error:
+            fault = fault or error
             continue
         if best is None or found.per_pass < best.per_pass * (1 - _ALIKE):
             # Proven for the mean profile under this limit: no plan has a shorter mean of steps than that.
             proven = shape is searched[0] and mean is not None and found.is_proven
             best = replace(found, is_proven=proven)
     if best is None:
-        assert tightest is not None
-        raise tightest
+        assert fault is not None
+        raise fault
     return _with_mean(best, shapes, largest)
 
 
@@ -119,6 +120,7 @@ def _fitting(
 
     Raises:
         InfeasibleError: None was found.
+        PlanMismatchError: It cuts operators, or recomputes blocks, that cannot be at another shape.
     """
     limit, peaks = device.memory_limit, [0] * len(shapes)
     candidates = [
@@ -133,10 +135,7 @@ def _fitting(
             if plan is None:
                 raise
             break  # under a limit that is lower than the user's, which is to be told
-        try:
-            steps = tuple(_step_at(plan, each, device) for each in shapes)
-        except PlanMismatchError:
-            break  # operators that can be cut, or blocks recomputed, at some of the shapes alone
+        steps = tuple(_step_at(plan, each, device) for each in shapes)
         peaks = [step.peak_bytes for step in steps]
         over = max(peaks) - device.memory_limit
         if over <= 0:
@@ -149,7 +148,7 @@ def _fitting(
     worst = shapes[peaks.index(max(peaks))].words
     raise InfeasibleError(
         limit=device.memory_limit,
-        best_peak=max(*peaks, device.memory_limit + 1),
+        best_peak=max(peaks),
         largest=[
             LargeOperator(op.name, op.nbytes)
             for op in sorted(shape.model_desc.operators, key=lambda op: -op.nbytes)[:_LARGEST_SHOWN]

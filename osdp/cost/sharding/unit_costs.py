@@ -135,11 +135,16 @@ def _cost_units_in(
         temporary=np.where(offloaded, 0.0, step.temporary),
         group=group,
     )
-    if offloaded.any():
+    return _elsewhere_or_in_slices(units, costs, device, span(costs.matrices_sharded))
+
+
+def _elsewhere_or_in_slices(
+    units: UnitCosts, costs: OperatorCosts, device: DeviceInfo, matrices: Floats
+) -> UnitCosts:
+    """``units`` with the costs of those in host memory, and in slices; ``matrices`` as for the latter."""
+    if units.offloaded.any():
         units = in_host_memory(units, costs, device)
-    if not units.sliced.any():
-        return units
-    return costs.slices.apply(units, device, costs.optimizer, span(costs.matrices_sharded))
+    return costs.slices.apply(units, device, costs.optimizer, matrices) if units.sliced.any() else units
 
 
 @dataclass(frozen=True, slots=True)
