@@ -11,6 +11,7 @@ Start at :mod:`osdp.cluster.search.layouts`.
 - ``infer_shape``: those numbers, from a ModelDesc
 - ``layer_profile``: measured seconds of a transformer's layers
 - ``plan``: how a transformer is laid over a cluster, and what a step of that takes
+- ``measured_layout``: what a step of a layout took where it ran
 - ``predicted``: the parts of a step's time and of a stage's memory
 - ``spread``: how far measurements may lie from predictions
 - ``targets``: frameworks that train a plan, and what they keep

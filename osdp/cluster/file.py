@@ -51,10 +51,10 @@ from osdp.text import parse_bytes, parse_rate
 LINK_SHARE, NETWORK_SHARE = 0.76, 0.9
 
 #: Seconds per step of a collective in addition to its bytes. Inside a node: the 92.8 us of 1 MiB on 8 A100 in
-#: the same data are the 8.4 us of any all-reduce (osdp.cluster.cost.rates), 12 steps and 8 us of bytes.
+#: the same data are the 32 us of any all-reduce (osdp.cluster.cost.rates), 12 steps and 8 us of bytes.
 #: Between nodes: NCCL's own estimate of a ring step over the network (src/graph/tuning.cc, hwLatencies of
 #: NET, ring, Simple).
-STEP_LATENCY, NETWORK_LATENCY = 6.4e-6, 14e-6
+STEP_LATENCY, NETWORK_LATENCY = 4e-6, 14e-6
 
 #: Maximum size of a cluster file in bytes; one entry can describe a thousand nodes.
 _LARGEST = 2**20
@@ -274,6 +274,9 @@ def _group(node: _Place, gpus: Mapping[str, _Place]) -> NodeGroup:
 def _gpu(name: str, spec: _Place) -> Gpu:
     fields = spec.fields(_GPU_FIELDS, ("tflops", "memory", "memory_bandwidth"))
     tflops = spec.at("tflops").number()
+    best = spec.at("best_tflops").number() / tflops if "best_tflops" in fields else BEST_SHARE
+    # What limits matrix products below an A100's share, such as power, limits attention as much.
+    attention = ATTENTION_SHARE * min(best / BEST_SHARE, 1.0)
     return Gpu(
         name=name,
         flops=tflops * 1e12,
@@ -281,10 +284,8 @@ def _gpu(name: str, spec: _Place) -> Gpu:
         memory_bandwidth=spec.at("memory_bandwidth").rate(),
         multiprocessors=int(fields.get("multiprocessors", 0)),
         source=str(fields.get("source", "")),
-        best_share=spec.at("best_tflops").number() / tflops if "best_tflops" in fields else BEST_SHARE,
-        attention_share=(
-            spec.at("attention_share").number() if "attention_share" in fields else ATTENTION_SHARE
-        ),
+        best_share=best,
+        attention_share=spec.at("attention_share").number() if "attention_share" in fields else attention,
         bfloat16=spec.at("bfloat16").flag() if "bfloat16" in fields else True,
     )
 

@@ -32,7 +32,8 @@ class Gpu:
         source: Source of the numbers.
         best_share: Share of the specified FLOP/s that its best matrix product was measured at; by default
             :data:`BEST_SHARE`, that of an A100.
-        attention_share: The same of FlashAttention; by default :data:`ATTENTION_SHARE`.
+        attention_share: The same of FlashAttention; by default :data:`ATTENTION_SHARE`. Cluster files and
+            the data file lower it with ``best_share``.
         bfloat16: Whether its matrix units compute in bfloat16; those before NVIDIA's Ampere do not.
     """
 

@@ -64,11 +64,20 @@ def _experts(
     )  # fmt: skip
 
 
+def _latent(shape: TransformerShape, shared: int, dense: int, query_latent: int = 0) -> TransformerShape:
+    """With the latent attention of DeepSeek-V2 and V3, shared experts and dense layers."""
+    return replace(
+        shape, kv_latent=512, head_width=128, rotary_width=64, value_width=128, query_latent=query_latent,
+        shared_width=shared, dense_layers=dense,
+    )  # fmt: skip
+
+
 #: Published models: GPT-2 (Radford et al., 2019, table 2), GPT-3 (Brown et al., 2020, table 2.1), BERT
 #: (Devlin et al., 2019), Llama 2 (Touvron et al., 2023) and 3 (Grattafiori et al., 2024, table 3), T5
 #: (Raffel et al., 2020), Mixtral (Jiang et al., arXiv:2401.04088, table 1), DeepSeekMoE (Dai et al.,
-#: arXiv:2401.06066, appendix A) and Qwen3 (Qwen Team, arXiv:2505.09388, table 2; widths from the models' own
-#: configurations).
+#: arXiv:2401.06066, appendix A), DeepSeek-V2 (arXiv:2405.04434, section 3.1.2 and appendix B) and V3
+#: (arXiv:2412.19437, section 4.2, without its module that predicts a second token) and Qwen3 (Qwen Team,
+#: arXiv:2505.09388, table 2; widths from the models' own configurations).
 SHAPES: dict[str, TransformerShape] = {
     shape.name: shape
     for shape in (
@@ -95,13 +104,20 @@ SHAPES: dict[str, TransformerShape] = {
             _experts("deepseek-moe-16b", 28, 2048, 16, (10944, 1408), (64, 6), 102400),
             shared_width=2 * 1408, dense_layers=1,
         ),
+        _latent(
+            _experts("deepseek-v2-lite", 27, 2048, 16, (10944, 1408), (64, 6), 102400), 2 * 1408, 1
+        ),
+        _latent(
+            _experts("deepseek-v2", 60, 5120, 128, (12288, 1536), (160, 6), 102400), 2 * 1536, 1, 1536
+        ),
+        _latent(_experts("deepseek-v3", 61, 7168, 128, (18432, 2048), (256, 8), 129280), 2048, 3, 1536),
         replace(
             _experts("qwen3-30b-a3b", 48, 2048, 32, (6144, 768), (128, 8), 151936),
-            kv_heads=4, head_width=128, rotary_base=1_000_000,
+            kv_heads=4, head_width=128, rotary_base=1_000_000, head_norms=True,
         ),
         replace(
             _experts("qwen3-235b-a22b", 94, 4096, 64, (12288, 1536), (128, 8), 151936),
-            kv_heads=4, head_width=128, rotary_base=1_000_000,
+            kv_heads=4, head_width=128, rotary_base=1_000_000, head_norms=True,
         ),
         _t5("t5-large", 24, 1024, 16, 4096),
         _t5("t5-3b", 24, 1024, 32, 16384, 128),
@@ -124,7 +140,14 @@ _FIELDS: dict[str, tuple[str, ...]] = {
     "expert_width": ("moe_intermediate_size",),
     "shared_width": ("shared_expert_intermediate_size",),
     "dense_layers": ("first_k_dense_replace",),
+    "kv_latent": ("kv_lora_rank",),
+    "query_latent": ("q_lora_rank",),
+    "rotary_width": ("qk_rope_head_dim",),
+    "value_width": ("v_head_dim",),
 }
+
+#: Fields of a shape that are there for latent attention alone.
+_OF_LATENTS = ("query_latent", "rotary_width", "value_width")
 
 #: Fields of a shape that are there for layers with experts alone.
 _OF_EXPERTS = ("experts", "experts_per_token", "expert_width", "shared_width", "dense_layers")
@@ -140,6 +163,7 @@ class _Kind:
     tied: bool = True
     causal: bool = True
     dropout: bool = True
+    head_norms: bool = False
 
 
 _LLAMA_LIKE = _Kind(gated=True, biases=False, learnt_positions=False, tied=False, dropout=False)
@@ -148,8 +172,9 @@ _KINDS = {
     "gptj": _Kind(learnt_positions=False, tied=False),
     **dict.fromkeys(("bert", "roberta"), _Kind(causal=False)),
     "t5": _Kind(biases=False, learnt_positions=False, causal=False),
-    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), _LLAMA_LIKE),
-    **dict.fromkeys(("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek"), _LLAMA_LIKE),
+    **dict.fromkeys(("llama", "mistral", "qwen2", "mixtral", "qwen2_moe", "olmoe"), _LLAMA_LIKE),
+    **dict.fromkeys(("deepseek", "deepseek_v2", "deepseek_v3"), _LLAMA_LIKE),
+    **dict.fromkeys(("qwen3", "qwen3_moe"), replace(_LLAMA_LIKE, head_norms=True)),
     **dict.fromkeys(("gemma", "gemma2"), replace(_LLAMA_LIKE, tied=True)),
 }
 
@@ -212,8 +237,6 @@ def shape_from_config(config: Mapping[str, Any], name: str, sequence: int | None
     if "layers" in config:
         return TransformerShape(**{"name": name, **{key: config[key] for key in own & set(config)}})
     word = str(config.get("model_type", ""))
-    if config.get("kv_lora_rank"):
-        raise ValueError(f"{name} ({word}) has latent attention (kv_lora_rank), which has no price here")
     unknown = (
         f"the configuration of {name} has the model_type {word!r}, which is not supported; there are "
         f"{', '.join(_KINDS)}. Specify the fields of a TransformerShape instead ({', '.join(sorted(own))}), "
@@ -242,6 +265,11 @@ def shape_from_config(config: Mapping[str, Any], name: str, sequence: int | None
     elif config.get("n_shared_experts"):
         width = found.get("expert_width", found.get("feed_forward", 0))
         found["shared_width"] = config["n_shared_experts"] * width
+    if found.get("kv_latent"):
+        # What transformers calls head_dim is there the part with rotary positions.
+        found["head_width"] = config.get("qk_nope_head_dim", 0)
+    else:
+        found = {field: value for field, value in found.items() if field not in _OF_LATENTS}
     if not config.get("is_encoder_decoder"):
         found.pop("decoder_layers", None)
     elif "decoder_layers" not in found:
@@ -254,6 +282,7 @@ def shape_from_config(config: Mapping[str, Any], name: str, sequence: int | None
         positions=found["sequence"] if kind.learnt_positions else 0,
         tied=bool(config.get("tie_word_embeddings", kind.tied)),
         causal=kind.causal,
+        head_norms=kind.head_norms,
         rotary_base=_rotary_base(config),
         dropout=_has_dropout(config, kind.dropout),
     )

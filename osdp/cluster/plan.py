@@ -305,6 +305,7 @@ class ClusterPlan(Savable):
         optimal: Whether the plan is proven optimal in its search space. Where strategies are chosen item by
             item, the space has one choice for each stage, that of :mod:`osdp.cluster.cost.mixed_runs`.
         spread: How far measurements may lie from what is predicted.
+        measured_steps: Number of measured steps whose median the seconds are; 0 if they are predicted.
         version: Version of this format.
     """
 
@@ -319,6 +320,7 @@ class ClusterPlan(Savable):
     dollars_per_second: float | None = None
     optimal: bool = False
     spread: Spread = PUBLISHED_SPREAD
+    measured_steps: int = 0
     version: int = CLUSTER_PLAN_VERSION
 
     @property

@@ -1,6 +1,6 @@
 """StepSeconds and StageBytes: what a step of a cluster plan takes, by parts."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +34,10 @@ class StepSeconds:
     embedding: float
     context: float = 0.0
     experts: float = 0.0
+
+    def scaled(self, factor: float) -> "StepSeconds":
+        """All parts times ``factor``."""
+        return StepSeconds(*(factor * getattr(self, part.name) for part in fields(self)))
 
     @property
     def pipeline(self) -> float:

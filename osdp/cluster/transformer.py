@@ -42,6 +42,13 @@ class TransformerShape:
         feed_forward: Width inside feed-forward blocks; four times ``hidden`` if 0.
         kv_heads: Key-value heads; equal to ``heads`` if 0.
         head_width: Channels per head; ``hidden / heads`` if 0.
+        kv_latent: Width that keys and values are projected to before they are projected to heads: latent
+            attention (DeepSeek-AI, DeepSeek-V2, arXiv:2405.04434, section 2.1); 0 for ordinary attention.
+        query_latent: The same for queries; 0 if they are projected to heads directly.
+        rotary_width: Channels with rotary positions that each head of latent attention has beside
+            ``head_width``, whose key all heads share.
+        value_width: Channels per head of values in latent attention; as many as of keys if 0.
+        head_norms: Whether the queries and keys of each head are normalised.
         gated: Whether feed-forward blocks multiply two projections (GLU).
         biases: Whether linear layers have biases.
         positions: Number of learnt position embeddings; 0 if there are none.
@@ -66,6 +73,11 @@ class TransformerShape:
     feed_forward: int = 0
     kv_heads: int = 0
     head_width: int = 0
+    kv_latent: int = 0
+    query_latent: int = 0
+    rotary_width: int = 0
+    value_width: int = 0
+    head_norms: bool = False
     gated: bool = False
     biases: bool = True
     positions: int = 0
@@ -99,7 +111,20 @@ class TransformerShape:
                 f"model {self.name!r}: {self.heads} heads do not divide a hidden size of {self.hidden}; "
                 "give head_width"
             )
+        self._check_latent()
         self._check_experts()
+
+    def _check_latent(self) -> None:
+        given = [name for name in ("query_latent", "rotary_width", "value_width") if getattr(self, name)]
+        if given and not self.kv_latent:
+            raise ValueError(
+                f"model {self.name!r} has no latent attention; {', '.join(given)} need kv_latent"
+            )
+        if self.kv_latent and (self.key_heads != self.heads or self.decoder_layers or self.biases):
+            raise ValueError(
+                f"model {self.name!r}: latent attention has a key for each head and no biases, and encoder-"
+                "decoders with it are not supported"
+            )
 
     def _check_experts(self) -> None:
         fields_of_experts = ("experts_per_token", "expert_width", "shared_width", "dense_layers")
@@ -140,8 +165,18 @@ class TransformerShape:
 
     @property
     def width(self) -> int:
-        """Channels per head."""
+        """Channels per head, without those of latent attention that have rotary positions."""
         return self.head_width or self.hidden // self.heads
+
+    @property
+    def key_width(self) -> int:
+        """Channels per head of queries and keys."""
+        return self.width + self.rotary_width
+
+    @property
+    def head_values(self) -> int:
+        """Channels per head of values."""
+        return self.value_width or self.width
 
     @cached_property
     def items(self) -> tuple[Item, ...]:
@@ -165,11 +200,7 @@ class TransformerShape:
         h, v = self.hidden, -(-self.vocabulary // tp)
         bias = int(self.biases)
         norm = h * (1 + bias)
-        # Column-parallel layers (queries, keys, values; up-projections) split their bias with their outputs,
-        # row-parallel ones (attention output, down-projection) have the whole bias.
-        queries, keys = self.heads * self.width, self.key_heads * self.width
-        column = (queries + 2 * keys) * (h + bias) // tp
-        attention = column + queries * h // tp + bias * h + norm
+        attention = self._attention(tp) + norm
         feed = self._feed_forward(self.inner, tp) + norm
         match item:
             case Item.EMBEDDING:
@@ -192,6 +223,20 @@ class TransformerShape:
         if item is not Item.EXPERT_LAYER:
             return 0
         return self.experts // ep * self._feed_forward(self.expert_inner, tp)
+
+    def _attention(self, tp: int) -> int:
+        # Column-parallel layers (queries, keys, values; up-projections) split their bias with their outputs,
+        # row-parallel ones (attention output, down-projection) have the whole bias.
+        h, bias = self.hidden, int(self.biases)
+        queries, values = self.heads * self.key_width, self.key_heads * self.head_values
+        norms = 2 * self.width * int(self.head_norms)
+        output = self.heads * self.head_values * h // tp + bias * h
+        if not self.kv_latent:
+            return (queries + self.key_heads * self.key_width + values) * (h + bias) // tp + norms + output
+        # Projections to latents, with a norm each, are on every rank.
+        down = (self.query_latent + self.kv_latent) * (h + 1) + self.rotary_width * h
+        up = queries * (self.query_latent or h) + self.kv_latent * (self.heads * self.width + values)
+        return down + up // tp + output
 
     def _feed_forward(self, inner: int, tp: int) -> int:
         h, bias = self.hidden, int(self.biases)

@@ -11,7 +11,7 @@ from osdp.cluster.cost.layer_work import Kernels, layer_work
 from osdp.cluster.cost.rates import PUBLISHED
 from osdp.cluster.export.topology import topology
 from osdp.cluster.file import known_gpus, load_cluster, make_gpu, node_of
-from osdp.cluster.hardware import BEST_SHARE, Cluster
+from osdp.cluster.hardware import ATTENTION_SHARE, BEST_SHARE, Cluster
 from osdp.cluster.known_transformers import SHAPES, shape_from_config, shape_of
 from osdp.cluster.transformer import Item, TransformerShape
 
@@ -160,10 +160,14 @@ def test_a_gpu_may_be_told_with_its_memory(told: str, known: str) -> None:
 
 def test_a_gpu_reaches_the_share_of_its_best_measured_product() -> None:
     work = layer_work(shape_of("gpt2"), Item.LAYER, 4, 1, Kernels(flash=False))
-    known = {name: make_gpu(name, known_gpus()[name]) for name in ("A100", "H100", "T4")}
+    known = {name: make_gpu(name, known_gpus()[name]) for name in ("A100", "H100", "T4", "H100-PCIe")}
     assert known["H100"].best_share == pytest.approx(792.1 / 989)
     # Where nothing is measured, an A100's share is taken.
-    assert known["T4"].best_share == known["A100"].best_share == pytest.approx(267.9 / 312)
+    assert known["H100-PCIe"].best_share == known["A100"].best_share == pytest.approx(267.9 / 312)
+    # A T4 is limited by its power: it was predicted to be twice as fast as it is.
+    t4 = known["T4"]
+    assert t4.best_share == pytest.approx(24 / 65)
+    assert t4.attention_share == pytest.approx(ATTENTION_SHARE * t4.best_share / BEST_SHARE)
     h100 = replace(known["H100"], memory_bandwidth=1e18, multiprocessors=0)
     rates = replace(PUBLISHED, call_seconds=0.0)
     seconds = layer_seconds(work, h100, rates).forward

@@ -153,7 +153,7 @@ def groupings(size: int) -> list[Callable[[Plan], Plan]]:
 
 
 def grouped_cases(group_size: int) -> list[Any]:
-    layouts = ("shard all", "shard each", "mixed blocks", "mixed leaves", "keep all")
+    layouts = ("shard all", "mixed blocks", "mixed leaves", "keep all")
     cases = [
         Case(layout, accumulate=accumulate, dtypes=dtypes, grouping=grouping)
         for grouping, layout, accumulate, dtypes in pairs(

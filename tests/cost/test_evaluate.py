@@ -42,7 +42,7 @@ TRAININGS = (
     tied=st.booleans(),
     training=st.sampled_from(TRAININGS),
 )
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_repeats_the_prediction_of_every_plan(
     seed: int, share: float, tied: bool, training: Training
 ) -> None:

@@ -219,13 +219,11 @@ def run_bash(script: Path, environment: dict[str, str]) -> subprocess.CompletedP
 FLAGS = "--layers 2 --hidden 32 --heads 2 --seq 32 --batch 2 --steps 3 --max-bytes 1MiB --reference".split()
 
 
-@pytest.fixture(scope="module")
-def started(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def started(folder: Path) -> dict[str, Any]:
     """What the training program saves that torchrun starts on two processes, with every strategy.
 
     Measuring the devices would take most of it; ``tests/profiler/links/test_detect.py`` does that.
     """
-    folder = tmp_path_factory.mktemp("started")
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     strategies = ["--strategies", "OSDP", "FSDP2", "DDP", "--memory-fraction", "0.5"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "KINETO_LOG_LEVEL": "99"}
@@ -251,19 +249,15 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return loaded
 
 
-def test_the_baselines_train_like_a_single_process(started: dict[str, Any]) -> None:
-    rows = {row["name"]: row for row in started["rows"]}
+def test_every_strategy_trains_like_a_single_process_and_osdp_under_its_limit(tmp_path: Path) -> None:
+    saved = started(tmp_path)
+    rows = {row["name"]: row for row in saved["rows"]}
     assert set(rows) == {"OSDP", "FSDP2", "DDP"}
     for row in rows.values():
-        assert row["losses"] == pytest.approx(started["reference_losses"], abs=1e-4)
+        assert row["losses"] == pytest.approx(saved["reference_losses"], abs=1e-4)
         assert row["step_seconds"] > 0
     assert 0 < rows["FSDP2"]["peak_bytes"] < rows["DDP"]["peak_bytes"]
-
-
-def test_osdp_trains_like_a_single_process_under_its_limit(started: dict[str, Any]) -> None:
-    row = started["rows"][0]
-    assert row["losses"] == pytest.approx(started["reference_losses"], abs=1e-4)
-    assert 0 < row["peak_bytes"] <= started["memory_limit"]
+    assert 0 < rows["OSDP"]["peak_bytes"] <= saved["memory_limit"]
 
 
 def train_on_this_rank(flags: list[str]) -> None:

@@ -36,7 +36,8 @@ def trained(trainer: str, plan: str, folder: str, stop: int | None = None, resum
 
 @pytest.mark.parametrize(
     ("trainer", "plan"),
-    [(trainer, "mixed") for trainer in TRAINERS] + [("lightning", "replicated"), ("fabric", "replicated")],
+    [(trainer, "mixed") for trainer in TRAINERS]
+    + [pytest.param(trainer, "replicated", marks=pytest.mark.slow) for trainer in ("lightning", "fabric")],
 )
 def test_a_training_that_is_ended_goes_on_on_other_ranks(tmp_path: Path, trainer: str, plan: str) -> None:
     # Lightning knows a distributed model by its DTensors, which a replicated plan has none of.

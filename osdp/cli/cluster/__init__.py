@@ -9,5 +9,6 @@ Start at :mod:`osdp.cli.cluster.commands`.
 - ``runnable``: ``osdp cluster plan --out``
 - ``exports``: ``osdp cluster plan --export``
 - ``report``: ``osdp cluster plan --report``
+- ``measure``: ``osdp cluster plan --measure`` and ``osdp cluster measure``
 - ``calibrate``: ``osdp cluster calibrate``
 """

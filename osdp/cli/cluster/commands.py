@@ -11,6 +11,7 @@ import typer
 from osdp.cli.cluster.calibrate import calibrate_steps
 from osdp.cli.cluster.exports import write_exports
 from osdp.cli.cluster.goal import GoalOptions
+from osdp.cli.cluster.measure import measure_layout, write_layouts
 from osdp.cli.cluster.outputs import OutputFiles
 from osdp.cli.cluster.report import write_page
 from osdp.cli.cluster.request import ClusterRequest
@@ -45,23 +46,31 @@ def plan(request: ClusterRequest, goal: GoalOptions, outputs: OutputFiles) -> No
     sought = goal.goal()
     prices = request.prices()
     space = request.space(prices.workload)
-    if outputs.out is not None:
+    if outputs.runs:
         space = runnable_space(space, prices.workload.shape)
     check_space(prices, space, parts=goal.parts)
     shape, cluster = prices.workload.shape, prices.cluster
-    if outputs.out is not None:
+    if outputs.runs:
         require_buildable(request, shape)
         prices = traced_prices(prices, request)
+    times = request.measured_times(prices)
     if goal.pareto:
+        if times.measured:
+            raise ValueError(
+                "--measured corrects the times on one set of nodes: leave --objective pareto out"
+            )
         found = pareto(prices, space, _progress("parts"))
     else:
-        found = best_plans(prices, space, sought, _progress("parts" if goal.parts else "layouts"))
+        found = best_plans(
+            prices, space, times.wider(sought), _progress("parts" if goal.parts else "layouts")
+        )
+        found = times.ranked(found, space, sought)
     if not found.plans:
         raise no_plan_error(prices, space, sought)
     plans: Sequence[ClusterPlan] = found.plans
     if goal.every:
-        listed = sorted(every_layout(prices, space), key=lambda plan: (not plan.fits, plan.step_seconds))
-        plans = listed[: goal.top]
+        every = map(times.corrected, every_layout(prices, space))
+        plans = sorted(every, key=lambda plan: (not plan.fits, plan.step_seconds))[: goal.top]
     rows = rows_of(plans, cluster, shape, goal.steps)
     if outputs.csv is not None:
         outputs.csv.write_text(csv_table(rows), encoding="utf8")
@@ -85,12 +94,14 @@ def plan(request: ClusterRequest, goal: GoalOptions, outputs: OutputFiles) -> No
     chosen = found.plans[0]
     if outputs.out is not None:
         chosen = write_runnable(found.plans, prices, request, outputs.out)
+    if outputs.measure is not None:
+        write_layouts(outputs.measure, found.plans, prices, request)
     # A runnable plan has them beside it.
     if outputs.export is not None and (outputs.out is None or outputs.export != outputs.out.parent):
         write_exports(outputs.export, chosen, prices, request.half)
     if outputs.report is not None:
         advance = _progress("parts of the front")
-        write_page(outputs.report, chosen, found, plans, prices, space, goal, _basis(prices), advance)
+        write_page(outputs.report, chosen, found, plans, times, space, goal, _basis(prices), advance)
         typer.echo(f"written: {outputs.report}")
 
 
@@ -141,6 +152,7 @@ def estimate(
         bounds = _bounds(partition)
         _require_all(partition, bounds, prices, layout.degrees.pp)
         plan = price(prices, layout, bounds, plan.slots)
+    plan = request.measured_times(prices).corrected(plan)
     typer.echo(text_table([plan], prices.cluster))
     typer.echo(wrapped(_basis(prices)))
     if not plan.fits:
@@ -175,6 +187,7 @@ def layers(
 
 
 app.command("calibrate")(calibrate_steps)
+app.command("measure")(measure_layout)
 
 
 def _basis(prices: ClusterPrices) -> str:

@@ -24,11 +24,22 @@ class OutputFiles:
             "other frameworks in the same folder"
         ),
     ] = None
-
+    measure: Annotated[
+        Path | None,
+        Option(
+            help="folder for the layouts that a measurement should decide between, each with the launch "
+            "script that measures it"
+        ),
+    ] = None
     export: Annotated[
         Path | None,
         Option(help="folder for the best layout as configurations of Megatron-LM, DeepSpeed and others"),
     ] = None
+
+    @property
+    def runs(self) -> bool:
+        """Whether plans that osdp runs are written."""
+        return self.out is not None or self.measure is not None
 
     def check(self) -> None:
         """Check before the search that all files can be written.
@@ -42,6 +53,7 @@ class OutputFiles:
             "plot": self.plot,
             "report": self.report,
             "out": self.out,
+            "measure": self.measure,
             "export": self.export,
         }
         faults = [
@@ -49,8 +61,11 @@ class OutputFiles:
             for name, path in files.items()
             if path is not None and not path.parent.is_dir()
         ]
-        if self.export is not None and self.export.exists() and not self.export.is_dir():
-            faults.append(f"--export {self.export}: is a file, not a folder")
+        faults += [
+            f"--{name} {path}: is a file, not a folder"
+            for name, path in (("export", self.export), ("measure", self.measure))
+            if path is not None and path.exists() and not path.is_dir()
+        ]
         if self.plot is not None and self.plot.suffix not in (".png", ".html"):
             faults.append(f"--plot {self.plot}: must end in .png or .html")
         if faults:

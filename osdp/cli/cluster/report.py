@@ -2,15 +2,16 @@
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from osdp.cli.cluster.goal import GoalOptions
-from osdp.cluster.cost.stage import ClusterPrices
 from osdp.cluster.explanation import ClusterReport
 from osdp.cluster.export.html.page import cluster_page
 from osdp.cluster.plan import ClusterPlan
 from osdp.cluster.search.alternatives import alternatives
 from osdp.cluster.search.layouts import SearchResult
+from osdp.cluster.search.measured_times import MeasuredTimes
 from osdp.cluster.search.objectives import device_front, few_parts, pareto
 from osdp.cluster.search.space import LayoutSpace
 
@@ -23,7 +24,7 @@ def write_page(
     plan: ClusterPlan,
     found: SearchResult,
     listed: Sequence[ClusterPlan],
-    prices: ClusterPrices,
+    times: MeasuredTimes,
     space: LayoutSpace,
     goal: GoalOptions,
     basis: str,
@@ -36,7 +37,7 @@ def write_page(
         plan: The chosen plan.
         found: Result of the search.
         listed: Plans of the printed table.
-        prices: Costs of the workload on the cluster.
+        times: What was measured, with the costs of the workload on the cluster.
         space: Choices that were allowed.
         goal: What was asked for.
         basis: Assumptions of the estimates.
@@ -46,6 +47,7 @@ def write_page(
         ImportError: plotly is not installed.
         OSError: The file cannot be written.
     """
+    prices = times.prices
     cluster = prices.cluster
     whole = math.prod(count + 1 for count in cluster.counts) - 1
     if goal.pareto:
@@ -56,12 +58,16 @@ def write_page(
             (device_front if cluster.unpriced else pareto)(prices, space, advance, some).plans,
             len(some),
         )
+    others = [
+        replace(each, plan=each.plan and times.corrected(each.plan))
+        for each in alternatives(prices, space, plan)
+    ]
     report = ClusterReport(
         plan=plan,
         listed=tuple(listed),
-        front=front,
+        front=tuple(map(times.corrected, front)),
         all_parts=parts == whole,
-        alternatives=alternatives(prices, space, plan),
+        alternatives=tuple(others),
         cluster=cluster,
         workload=prices.workload,
         goal=goal.words,

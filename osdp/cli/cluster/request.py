@@ -16,7 +16,9 @@ from osdp.cluster.export.frameworks import MEGATRON_SCHEDULES
 from osdp.cluster.file import load_cluster
 from osdp.cluster.hardware import Cluster
 from osdp.cluster.layer_profile import LayerProfile
+from osdp.cluster.measured_layout import load_measured
 from osdp.cluster.plan import CLUSTER_SCHEDULES, MIXED, RecomputeLayers, Workload
+from osdp.cluster.search.measured_times import MeasuredTimes
 from osdp.cluster.search.space import LayoutSpace
 from osdp.cluster.targets import Target, as_trained_by
 from osdp.model.description import DTYPE_BYTES
@@ -110,6 +112,10 @@ class ClusterRequest:
     calibration: Annotated[
         Path | None, Option(help="file written by osdp cluster calibrate, for these nodes")
     ] = None
+    measured: Annotated[
+        list[Path],
+        Option(help="folder of --measure after osdp cluster measure, whose times count; may be repeated"),
+    ] = field(default_factory=list)
     layer_times: Annotated[
         list[Path], Option(help="file written by osdp cluster layers; one for each kind of GPU")
     ] = field(default_factory=list)
@@ -156,6 +162,14 @@ class ClusterRequest:
         if found is None:
             return ClusterPrices(cluster, workload, profiles=profiles, certain=self.certain)
         return ClusterPrices(found.apply_to(cluster), workload, found.rates, profiles, certain=self.certain)
+
+    def measured_times(self, prices: ClusterPrices) -> MeasuredTimes:
+        """What the layouts of ``--measured`` say about the times of all.
+
+        Raises:
+            ValueError: A path has none, or they are of another model, batch or cluster.
+        """
+        return MeasuredTimes(prices, load_measured(self.measured))
 
     @property
     def half(self) -> str | None:

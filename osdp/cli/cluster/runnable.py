@@ -74,17 +74,8 @@ def write_runnable(
         InfeasibleError: None of them fits when it is traced.
         ValueError: The model cannot be built or cut at the stage boundaries.
     """
-    shape, cluster = prices.workload.shape, prices.cluster
-    plan, made, model = _first_that_fits(plans, prices, request)
-    used = _nodes(cluster.part(nodes_of(plan.slots)))
-    seconds = format_seconds(plan.step_seconds)
-    note = f"layout on {used}: estimated {seconds} a step from the dimensions of {shape.name}"
-    made = replace(made, notes=(*made.notes, note))
-    made.save(out)
-    program = f"train.py --plan {out.name}"
-    plan.save(out.with_name(f"{out.stem}.layout.json"))
-    out.with_name("launch.sh").write_text(launch_script(plan, cluster, program), encoding="utf8")
-    out.with_name("launch.sbatch").write_text(batch_script(plan, cluster, program), encoding="utf8")
+    plan, made, model = first_that_fits(plans, prices, request)
+    files = write_plan(plan, made, model, prices, out, f"train.py --plan {out.name}")
     numbers = plan.peak.total - plan.peak.reserve
     typer.echo("")
     told = (
@@ -94,19 +85,53 @@ def write_runnable(
         "that is written, the others ranked the layouts"
     )
     typer.echo(wrapped(told))
-    files = f"{out.name}, {out.stem}.layout.json, launch.sh, launch.sbatch"
-    typer.echo(wrapped(f"written to {out.parent}: {files}"))
-    if hasattr(model, "config"):
-        config = out.with_name(f"{out.stem}.config.json")
-        config.write_text(model.config.to_json_string(use_diff=False), encoding="utf8")
-        typer.echo(f"written: {config.name}, the configuration of the {type(model).__name__}")
+    typer.echo(wrapped(f"written to {out.parent}: {', '.join(files)}"))
     write_exports(out.parent, plan, prices, request.half)
     return plan
 
 
-def _first_that_fits(
+def write_plan(
+    plan: ClusterPlan, made: "Plan", model: Any, prices: ClusterPrices, out: Path, program: str
+) -> list[str]:
+    """Write a runnable plan with its layout, launch scripts, and the configuration of its model.
+
+    Args:
+        plan: The layout.
+        made: The plan that runs it.
+        model: The model; without a ``config``, no configuration is written.
+        prices: Costs that the layout was made with.
+        out: File of the plan; the others lie beside it.
+        program: What the scripts start, with its arguments.
+
+    Returns:
+        Names of the files.
+    """
+    shape, cluster = prices.workload.shape, prices.cluster
+    used = _nodes(cluster.part(nodes_of(plan.slots)))
+    seconds = format_seconds(plan.step_seconds)
+    note = f"layout on {used}: estimated {seconds} a step from the dimensions of {shape.name}"
+    replace(made, notes=(*made.notes, note)).save(out)
+    plan.save(out.with_name(f"{out.stem}.layout.json"))
+    texts = {
+        "launch.sh": launch_script(plan, cluster, program),
+        "launch.sbatch": batch_script(plan, cluster, program),
+    }
+    if hasattr(model, "config"):
+        texts[f"{out.stem}.config.json"] = model.config.to_json_string(use_diff=False)
+    for name, text in texts.items():
+        out.with_name(name).write_text(text, encoding="utf8")
+    return [out.name, f"{out.stem}.layout.json", *texts]
+
+
+def first_that_fits(
     plans: Sequence[ClusterPlan], prices: ClusterPrices, request: ClusterRequest
 ) -> tuple[ClusterPlan, "Plan", Any]:
+    """The first layout that fits when it is traced, its plan and its model.
+
+    Raises:
+        InfeasibleError: None of them fits.
+        ValueError: The model cannot be built or cut at the stage boundaries.
+    """
     from osdp.cluster.runnable import runnable_plan
 
     for row, plan in enumerate(plans, start=1):

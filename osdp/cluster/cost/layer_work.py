@@ -227,21 +227,24 @@ def _layer(
     tokens = samples * length
     stream = tokens * shape.hidden * width
     heads = shape.heads // tp
-    queries = heads * shape.width
-    keys = max(shape.key_heads // tp, 1) * shape.width
+    key_heads = max(shape.key_heads // tp, 1)
+    keys, values = key_heads * shape.key_width, key_heads * shape.head_values
+    projected = heads * shape.key_width + keys + values
+    output = heads * shape.head_values
     inner = width_inside // tp
     ups = 2 if shape.gated else 1
     # 2. Matrix products of a forward: attention scores and weighted sum, projections, feed-forward block.
     seen = s // 2 if flash and shape.causal and parts.slices == 1 else s
     scores = (
-        Gemm(length, seen, shape.width, samples * heads, flash, width),
-        Gemm(length, shape.width, seen, samples * heads, flash, width),
+        Gemm(length, seen, shape.key_width, samples * heads, flash, width),
+        Gemm(length, shape.head_values, seen, samples * heads, flash, width),
     ) * attentions
-    gemms = (*_projections(shape, tokens, tp, width, attentions, inner), *scores)
+    gemms = (*_projections(shape, tokens, tp, split, width, attentions, inner), *scores)
     wide = tokens * width
     # 3. Bytes saved for backward. Split over tp ranks: queries, keys, values, attention's output and the
-    # tensors inside the feed-forward block.
-    attention_kept = wide * (2 * queries + 2 * keys)
+    # tensors inside the feed-forward block; whole: latents, before and after their norms.
+    latents = shape.query_latent + shape.kv_latent
+    attention_kept = wide * (projected + output + 2 * latents)
     feed_kept = wide * inner * (ups + 1 + int(shape.gated and not kernels.fused_gate))
     # Per score: its probability, and with dropout that after it and a mask of one byte.
     of_score = 2 * width + 1 if kernels.dropout else width
@@ -253,10 +256,10 @@ def _layer(
     # 4. Memory traffic of the other operators. Forward: norms, residuals with dropout, and copies of queries,
     # keys, values and attention's output.
     moved = (attentions + 1) * (5 * stream + masks) // split
-    moved += attentions * wide * (2 * (queries + 2 * keys) + 2 * queries)
+    moved += attentions * wide * (2 * projected + 2 * output + 2 * latents)
     # Backward: the same, plus sums of bias gradients and of both branches of each residual.
     back = (attentions + 1) * (9 * stream + masks) // split
-    back += attentions * wide * (3 * (queries + 2 * keys) + 2 * queries)
+    back += attentions * wide * (3 * projected + 2 * output + 4 * latents)
     # The activation function, then softmax and dropout of the scores.
     moved += wide * inner * (ups + 1)
     back += wide * inner * (3 * ups + 1)
@@ -265,11 +268,14 @@ def _layer(
         scores_written = samples * heads * length * s * attentions
         # One kernel for scale, mask and softmax, or separate ones in float32: cast up, scale, mask, softmax,
         # cast down.
-        moved += scores_written * (5 + (4 if fused else 36))
-        back += scores_written * (5 + (6 if fused else 40))
+        dropped = 5 * int(kernels.dropout)  # reads and writes each, and its mask of one byte
+        moved += scores_written * (dropped + (4 if fused else 36))
+        back += scores_written * (dropped + (6 if fused else 40))
     # Each weight's gradient is accumulated into that of the earlier microbatches.
     back += 3 * sum(gemm.columns * gemm.inner for gemm in gemms if gemm.count == 1) * width
     launched = 9 * attentions + 7 + (2 * int(not flash) + 4 * int(not fused)) * attentions
+    # Projections to latents and their norms; rotary positions of a part, and copies that join both parts.
+    launched += 4 * int(shape.query_latent > 0) + 6 * int(shape.kv_latent > 0) + 2 * int(shape.head_norms)
     input_bytes = stream // split * (2 if item is Item.CROSS_LAYER else 1)
     return LayerWork(
         gemms=gemms,
@@ -282,25 +288,36 @@ def _layer(
         kept_bytes=kept,
         score_bytes=score_bytes,
         input_bytes=input_bytes,
-        working_bytes=2 * stream + wide * (ups * inner + queries + 2 * keys),
+        working_bytes=2 * stream + wide * (ups * inner + projected),
         output_bytes=input_bytes,
-        cache_bytes=2 * wide * keys,
+        cache_bytes=wide * (keys + values),
     )
 
 
 def _projections(
-    shape: TransformerShape, tokens: int, tp: int, width: int, attentions: int, inner: int
+    shape: TransformerShape, tokens: int, tp: int, split: int, width: int, attentions: int, inner: int
 ) -> tuple[Gemm, ...]:
     """Matrix products of a layer whose weights are split over the tensor-parallel ranks.
 
-    ``inner`` features of a feed-forward block are on this rank; there may be no such block.
+    ``inner`` features of a feed-forward block are on this rank; there may be no such block. Projections to
+    latents have whole weights on every rank, for the tokens that it has of the residual stream.
     """
-    queries = shape.heads // tp * shape.width
-    keys = max(shape.key_heads // tp, 1) * shape.width
-    of_attention = (
-        Gemm(tokens, queries + 2 * keys, shape.hidden, width=width),
-        Gemm(tokens, shape.hidden, queries, width=width),
+    heads, key_heads = shape.heads // tp, max(shape.key_heads // tp, 1)
+    queries, values = heads * shape.key_width, key_heads * shape.head_values
+    output = Gemm(tokens, shape.hidden, heads * shape.head_values, width=width)
+    of_attention: tuple[Gemm, ...] = (
+        Gemm(tokens, queries + key_heads * shape.key_width + values, shape.hidden, width=width),
+        output,
     )
+    if shape.kv_latent:
+        own = tokens // split
+        of_attention = (
+            *([Gemm(own, shape.query_latent, shape.hidden, width=width)] * (shape.query_latent > 0)),
+            Gemm(tokens, queries, shape.query_latent or shape.hidden, width=width),
+            Gemm(own, shape.kv_latent + shape.rotary_width, shape.hidden, width=width),
+            Gemm(tokens, heads * shape.width + values, shape.kv_latent, width=width),
+            output,
+        )
     of_feed_forward = (
         Gemm(tokens, (2 if shape.gated else 1) * inner, shape.hidden, width=width),
         Gemm(tokens, shape.hidden, inner, width=width),

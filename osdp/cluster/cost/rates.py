@@ -91,14 +91,15 @@ _SUSTAINED = 0.91
 #:   systems/a100_80g.json, SC 2023).
 #: - Calls: a layer's forward of GPT-2 XL with one sample on four A100, far from filling them, took 1.453 ms
 #:   in Megatron-LM (FASOP's profile, HPDC 2024), for 18 operators.
-#: - All-reduces: NCCL's own estimate of what each takes beside its steps (src/graph/tuning.cc, baseLat of
-#:   ring and Simple, 8.4 us, read 2026-11); two A100 would be done with 1 MiB in 17 us otherwise.
+#: - All-reduces: what 1 to 16 MiB on two, four and eight A100 took beside their steps and bytes (NCCL times
+#:   published with vTrain, MICRO 2024). 1 MiB on two took 44.2 us; NCCL's own estimate of 8.4 us (baseLat in
+#:   src/graph/tuning.cc) would make it 25.
 PUBLISHED = Efficiencies(
     matrix_share=_SUSTAINED * 267.9 / 312,
     unaligned_share=0.31 / (0.31 + 0.25),
     memory_share=_SUSTAINED * 0.75,
     call_seconds=1.453e-3 / 18,
-    sum_seconds=8.4e-6,
+    sum_seconds=32e-6,
 )
 
 

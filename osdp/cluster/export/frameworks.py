@@ -78,8 +78,13 @@ def megatron(plan: ClusterPlan, workload: Workload, half: str) -> Export:
     if shape.key_heads != shape.heads:
         words |= {"num-query-groups": shape.key_heads}
         flags.append("group-query-attention")
-    if shape.head_width:
+    if shape.kv_latent:
+        words |= _megatron_latent(shape)
+        flags.append("multi-latent-attention")
+    elif shape.head_width:
         words |= {"kv-channels": shape.head_width}
+    if shape.head_norms or shape.kv_latent:  # of latents, where there are some
+        flags.append("qk-layernorm")
     if not shape.positions and not shape.decoder_layers:
         words |= {"position-embedding-type": "rope"}
         if shape.rotary_base:
@@ -133,7 +138,7 @@ def megatron(plan: ClusterPlan, workload: Workload, half: str) -> Export:
 def _megatron_notes(layout: ParallelLayout, workload: Workload, half: str) -> list[str]:
     """What a model needs that neither its shape nor the layout says."""
     shape, tp = workload.shape, layout.degrees.tp
-    notes = ["what a shape does not tell: epsilon of norms, norms of queries and keys, scaling of positions"]
+    notes = ["what a shape does not tell: epsilon of norms, scaling of positions"]
     if half == "bfloat16" and workload.gradient_bytes < 4:
         notes.append("gradients in float32, which it keeps: --target megatron-bf16 counts them")
     if shape.experts:
@@ -146,6 +151,18 @@ def _megatron_notes(layout: ParallelLayout, workload: Workload, half: str) -> li
     if shape.experts and tp > 1 and not workload.sequence_parallel:
         notes.append("tensor parallelism beside experts: refused there without sequence parallelism")
     return notes
+
+
+def _megatron_latent(shape: TransformerShape) -> dict[str, int | str]:
+    words: dict[str, int | str] = {
+        "kv-lora-rank": shape.kv_latent,
+        "qk-head-dim": shape.width,
+        "qk-pos-emb-head-dim": shape.rotary_width,
+        "v-head-dim": shape.head_values,
+    }
+    if shape.query_latent:
+        words |= {"q-lora-rank": shape.query_latent}
+    return words
 
 
 def _megatron_experts(shape: TransformerShape, ep: int) -> dict[str, int | str]:

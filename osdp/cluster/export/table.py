@@ -50,6 +50,7 @@ def _intervals(plan: ClusterPlan) -> dict[str, float | bool]:
         "gpumem low": low / _GIB,
         "gpumem high": high / _GIB,
         "may be oom": plan.may_not_fit,
+        "measured steps": plan.measured_steps,
     }
 
 
@@ -128,6 +129,8 @@ def text_table(plans: Sequence[ClusterPlan], cluster: Cluster, steps: int | None
         rows = [(*row[:8], *row[9:]) for row in rows]
     right = [0, *range(7, len(rows[0]))]
     notes = ["below times and peaks: where nine of ten measured ones lie"]
+    if any(plan.measured_steps for plan in plans):
+        notes.append("(m) measured; all other times are corrected by what was")
     if not all(plan.fits for plan in plans):
         notes.append("(!) does not fit the memory of its devices")
     if any(plan.may_not_fit for plan in plans):
@@ -144,10 +147,8 @@ def ties_text(plans: Sequence[ClusterPlan]) -> str:
     tied, measured = ties(plans), worth_measuring(plans)
     if not measured:
         return ""
-    # A calibration is of one kind of node.
-    taken = (
-        ", and osdp cluster calibrate takes what they measure" if len(plans[0].slots[0].nodes) == 1 else ""
-    )
+    run = all(plans[index].layout.cp == plans[index].layout.ep == 1 for index in measured)
+    taken = " (--measure FOLDER writes what measures them)" * run
     return wrapped(
         f"rows {_rows_text(tied)} cannot be told apart: their times differ by less than the errors of their "
         f"predictions; ten minutes of rows {_rows_text(measured)} each would decide{taken}"
@@ -161,6 +162,7 @@ def _rows_text(indices: Sequence[int]) -> str:
 
 def _cells(rank: int, plan: ClusterPlan, cluster: Cluster, steps: int | None) -> tuple[str, ...]:
     layout, dollars = plan.layout, plan.dollars_per_step
+    step = format_seconds(plan.step_seconds) + " (m)" * (plan.measured_steps > 0)
     return (
         str(rank),
         nodes_text(plan, cluster),
@@ -170,7 +172,7 @@ def _cells(rank: int, plan: ClusterPlan, cluster: Cluster, steps: int | None) ->
         schedule_text(layout) if layout.degrees.pp > 1 else "-",
         layout.sharding,
         layout.recomputation,
-        f"{format_seconds(plan.step_seconds)}\n{interval_text(plan.step_interval, format_seconds)}",
+        f"{step}\n{interval_text(plan.step_interval, format_seconds)}",
         "-" if dollars is None else format_dollars(dollars * (steps or 1)),
         f"{format_bytes(plan.peak.total)}{_fit_mark(plan)}\n"
         f"{interval_text(plan.peak_interval, format_bytes)}",

@@ -7,6 +7,7 @@ Start at :mod:`osdp.cluster.search.layouts`.
 - ``bound``: a lower bound of any arrangement of a layout
 - ``placement``: which stage goes to which place
 - ``objectives``: least time, least cost, either under a limit, or the front of both
+- ``measured_times``: times corrected by the measured steps of some layouts
 - ``alternatives``: what other decisions would bring
 - ``infeasible``: why there is no layout
 """

@@ -80,13 +80,13 @@ def best_plans(
         # Limits are inclusive: rounding must not exclude a layout that takes exactly the limit.
         upper *= 1 + ROUNDING
         if len(best) == goal.top:
-            worst = _value(best[-1], goal)
+            worst = value_of(best[-1], goal)
             upper = min(upper, worst / rate if goal.objective is Objective.COST and rate else worst)
         # Report progress by layouts if there is one part, by parts otherwise.
         watch = advance if len(parts) == 1 else None
         found = best_layouts(prices, space, counts=counts, top=goal.top, upper=upper, advance=watch)
         totals = [have + more for have, more in zip(totals, _numbers(found), strict=True)]
-        best = sorted([*best, *found.plans], key=lambda plan: _value(plan, goal))[: goal.top]
+        best = sorted([*best, *found.plans], key=lambda plan: value_of(plan, goal))[: goal.top]
         if advance is not None and len(parts) > 1:
             advance(done + 1, len(parts))
     return SearchResult(tuple(replace(plan, optimal=not rank) for rank, plan in enumerate(best)), *totals)
@@ -195,7 +195,8 @@ def _numbers(found: SearchResult) -> tuple[int, int, int]:
     return found.candidates, found.placements, found.arranged
 
 
-def _value(plan: ClusterPlan, goal: PlannerGoal) -> float:
+def value_of(plan: ClusterPlan, goal: PlannerGoal) -> float:
+    """What a goal minimizes: seconds of a step, or its dollars; infinite where a price is unknown."""
     return plan.step_seconds if goal.objective is Objective.TIME else _cost(plan)
 
 

@@ -48,6 +48,9 @@ def family_of(shape: TransformerShape) -> str:
     Raises:
         ValueError: None has it; the message names the differences to the most similar one.
     """
+    if shape.kv_latent or shape.head_norms:
+        odd = "latent attention" if shape.kv_latent else "norms of queries and keys"
+        raise ValueError(f"no class that is built from dimensions alone has {odd}: {_INSTEAD}")
     family = "llama" if shape.gated else "gpt2"
     if shape.decoder_layers or not shape.causal:
         family = "t5" if shape.decoder_layers else "bert"

@@ -58,7 +58,7 @@ def test_steps_are_fitted_and_priced_with(tmp_path: Path, cluster: Path, capsys)
 
 def test_a_share_that_cannot_be_is_warned_of(tmp_path: Path, cluster: Path, capsys) -> None:
     """Steps without recomputation, taken for ones with it, need matrix units faster than specified."""
-    data = write_csv(tmp_path / "steps.csv", timed(grid(), replace(TRUE, matrix_share=1.7))[::2])
+    data = write_csv(tmp_path / "steps.csv", timed(grid(), replace(TRUE, matrix_share=1.7))[::4])
     run("calibrate", "--data", data, "--cluster", cluster, "--out", tmp_path / "calibration.json")
     printed = capsys.readouterr().out
     assert "more than is specified" in printed and "the fitted matrix_share" in printed
@@ -86,7 +86,7 @@ def test_what_is_wrong_with_the_files_is_said(tmp_path: Path, cluster: Path) -> 
 def test_steps_of_a_larger_cluster_are_refused_and_fast_links_are_told(
     tmp_path: Path, cluster: Path, capsys
 ) -> None:
-    data = write_csv(tmp_path / "steps.csv", timed(grid(), TRUE)[::2])
+    data = write_csv(tmp_path / "steps.csv", timed(grid(), TRUE)[::4])
     slow = tmp_path / "slow.yaml"
     slow.write_text(CLUSTER.replace("devices: 8", "devices: 8, link: 20 GB/s"))
     run("calibrate", "--data", data, "--cluster", slow, "--out", tmp_path / "calibration.json")

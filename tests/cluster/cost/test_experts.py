@@ -34,8 +34,11 @@ def plan_of(ep: int, dp: int = 8, shape: TransformerShape = EXPERTS, **options: 
 
 @pytest.mark.parametrize(
     ("name", "billions"),
-    [("mixtral-8x7b", 46.7), ("deepseek-moe-16b", 16.4), ("qwen3-30b-a3b", 30.5), ("qwen3-235b-a22b", 235.1)],
-)
+    [
+        ("mixtral-8x7b", 46.7), ("deepseek-moe-16b", 16.4), ("deepseek-v2-lite", 15.7),
+        ("deepseek-v2", 235.7), ("deepseek-v3", 671.0), ("qwen3-30b-a3b", 30.5), ("qwen3-235b-a22b", 235.1),
+    ],
+)  # fmt: skip
 def test_published_models_have_as_many_parameters_as_is_said(name: str, billions: float) -> None:
     assert SHAPES[name].num_parameters / 1e9 == pytest.approx(billions, abs=0.05)
 
@@ -43,6 +46,9 @@ def test_published_models_have_as_many_parameters_as_is_said(name: str, billions
 def test_a_token_meets_the_experts_that_it_visits() -> None:
     # Mixtral: 12.9 billion active parameters (Jiang et al., arXiv:2401.04088).
     assert SHAPES["mixtral-8x7b"].active_parameters / 1e9 == pytest.approx(12.9, abs=0.05)
+    # DeepSeek-V2 and V3: 21 and 37 billion (arXiv:2405.04434 and 2412.19437, abstracts).
+    assert SHAPES["deepseek-v2"].active_parameters / 1e9 == pytest.approx(21, abs=0.5)
+    assert SHAPES["deepseek-v3"].active_parameters / 1e9 == pytest.approx(37, abs=0.7)
     assert SHAPES["llama3-8b"].active_parameters == SHAPES["llama3-8b"].num_parameters
 
 
@@ -179,17 +185,23 @@ def test_configurations_of_transformers_are_read() -> None:
     qwen = transformers.Qwen3MoeConfig(
         **size, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=48, mlp_only_layers=[]
     )
-    for config, norms in ((mixtral, 0), (qwen, 2 * 2 * 16)):
+    latent = {
+        "num_hidden_layers": 3, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4,
+        "vocab_size": 100, "intermediate_size": 96, "max_position_embeddings": 32, "first_k_dense_replace": 1,
+        "n_routed_experts": 8, "n_shared_experts": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 48,
+        "kv_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12, "n_group": 1,
+        "topk_group": 1,
+    }  # fmt: skip
+    v2 = transformers.DeepseekV2Config(**latent, q_lora_rank=None)
+    v3 = transformers.DeepseekV3Config(**latent, q_lora_rank=20)
+    for config in (mixtral, qwen, v2, v3):
         import torch
 
         with torch.device("meta"):
             model = transformers.AutoModelForCausalLM.from_config(config)
         shape = shape_from_config(config.to_dict(), config.model_type)
-        assert shape.experts == config.num_local_experts
-        # Qwen3 has norms of queries and keys, which shapes do not tell.
-        assert shape.num_parameters + norms == sum(p.numel() for p in model.parameters())
+        assert shape.experts == 8 if config is not mixtral else 4
+        assert shape.num_parameters == sum(p.numel() for p in model.parameters())
     partly = qwen.to_dict() | {"decoder_sparse_step": 2}
     with pytest.raises(ValueError, match="some of its layers alone"):
         shape_from_config(partly, "qwen")
-    with pytest.raises(ValueError, match=r"latent attention .* has no price here"):
-        shape_from_config(qwen.to_dict() | {"kv_lora_rank": 512}, "v3")

@@ -43,6 +43,24 @@ def test_context_parallelism_is_exported_where_it_exists() -> None:
     assert any("sharded over the 4 context-parallel ranks" in note for note in sharded.notes)
 
 
+def test_latent_attention_and_norms_of_heads_are_exported() -> None:
+    latent = replace(
+        LOAD.shape, biases=False, positions=0, kv_latent=64, query_latent=96, rotary_width=16, value_width=32
+    )
+    for shape, words in (
+        (latent, ("--multi-latent-attention", "--kv-lora-rank 64", "--q-lora-rank 96", "--qk-head-dim 64",
+                  "--qk-pos-emb-head-dim 16", "--v-head-dim 32", "--qk-layernorm")),
+        (replace(LOAD.shape, head_norms=True), ("--qk-layernorm",)),
+    ):  # fmt: skip
+        load = replace(LOAD, shape=shape)
+        layout = ParallelLayout(ParallelDims(1, 8, 1), 1, 1, zero=1)
+        plan = price(ClusterPrices(NODES, load), layout, (0, 8), [StageSlot((2,))])
+        text = exports(plan, load)[0].text
+        assert all(word in text for word in words), text
+        assert "--kv-channels" not in text
+    assert "layernorm" not in exports(plan_of(2, 4), LOAD)[0].text
+
+
 def test_precision_dropout_positions_and_overlap_are_exported() -> None:
     """Bfloat16 was written for a T4, and Megatron-LM's dropout of 0.1 for a Llama."""
     usual = exports(plan_of(2, 4), LOAD)

@@ -146,7 +146,7 @@ def test_plans_with_slices_keep_their_limit_whatever_was_measured(share: float) 
     sharded = setting.plan(device, strategy="FULL_SHARD").predicted.peak_bytes
     tight = replace(device, memory_limit=int(share * sharded))
     plans = set()
-    for seed in range(6):
+    for seed in range(3):
         rng = random.Random(seed)
         segments = tuple(
             replace(

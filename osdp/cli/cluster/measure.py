@@ -1,0 +1,240 @@
+"""Measured layouts: ``osdp cluster plan --measure`` writes them, ``osdp cluster measure`` runs one.
+
+Each layout has a folder with its plan, its model and a launch script. What the steps took is written there as
+well, for ``--measured`` of the other commands.
+"""
+
+import shutil
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from osdp import codec
+from osdp.cli.cluster.request import ClusterRequest
+from osdp.cli.cluster.runnable import first_that_fits, write_plan
+from osdp.cli.models import SOURCE, ModelSource, build, parse_fields, require_no_code
+from osdp.cli.options import TrustCode
+from osdp.cluster.cost.stage import ClusterPrices
+from osdp.cluster.explanation import worth_measuring
+from osdp.cluster.export.table import interval_text
+from osdp.cluster.measured_layout import MEASURED, MeasuredLayout, PlannedLayout
+from osdp.cluster.plan import ClusterPlan
+from osdp.errors import InfeasibleError
+from osdp.text import format_bytes, format_seconds, wrapped
+
+if TYPE_CHECKING:
+    import torch
+
+_PLAN, _CONFIG, _PLANNED = "plan.json", "plan.config.json", "planned.json"
+#: Steps before the first that counts, and the least number of these.
+_WARM, _LEAST_STEPS = 3, 5
+
+
+def write_layouts(
+    folder: Path, plans: Sequence[ClusterPlan], prices: ClusterPrices, request: ClusterRequest
+) -> None:
+    """Write the layouts that a measurement should decide between, the first if there is nothing to decide.
+
+    A layout that does not fit when it is traced is left out, which is printed.
+
+    Args:
+        folder: Where; each layout has a folder of its own in it. What an earlier call wrote is removed.
+        plans: Layouts, best first.
+        prices: Costs that they were made with.
+        request: Options that name the model.
+
+    Raises:
+        InfeasibleError: None of them fits.
+        ValueError: The model cannot be built or cut at the stage boundaries.
+    """
+    typer.echo("")
+    written: list[Path] = []
+    refused: list[InfeasibleError] = []
+    for index in worth_measuring(plans) or (0,):
+        plan, where = plans[index], folder / f"row{index + 1}"
+        try:
+            _, made, model = first_that_fits([plan], prices, request)
+        except InfeasibleError as error:
+            refused.append(error)
+            typer.echo(
+                wrapped(
+                    f"row {index + 1} does not fit when its stages are traced: {str(error).splitlines()[0]}"
+                )
+            )
+            continue
+        if not written:
+            for old in folder.glob("row*"):
+                shutil.rmtree(old)
+        where.mkdir(parents=True)
+        write_plan(plan, made, model, prices, where / _PLAN, "-m osdp cluster measure .")
+        kinds = tuple(group.node.name for group in prices.cluster.groups)
+        PlannedLayout(plan, prices.workload.shape, kinds).save(where / _PLANNED)
+        if not (where / _CONFIG).exists():
+            described = codec.load(ModelSource, Path(request.model) / SOURCE)
+            codec.save(described, where / SOURCE)
+        written.append(where)
+    if not written:
+        raise refused[-1]
+    told = ", ".join(str(where) for where in written)
+    typer.echo(
+        wrapped(
+            f"to measure: bash launch.sh NODE on each node (or sbatch launch.sbatch) in {told}, in turn; "
+            f"then osdp cluster plan ... --measured {folder}"
+        )
+    )
+
+
+def measure_layout(
+    folder: Annotated[
+        Path, typer.Argument(help="folder of one layout that osdp cluster plan --measure wrote")
+    ],
+    seconds: Annotated[float, typer.Option(min=0, help="about how long to measure")] = 180.0,
+    trust_code: TrustCode = False,
+) -> None:
+    """Train a layout on the devices it is for, started by its launch.sh, and write what a step takes."""
+    import torch
+    import torch.distributed as dist
+
+    if not (folder / _PLANNED).exists():
+        raise ValueError(
+            f"{folder} has no {_PLANNED}: osdp cluster plan --measure FOLDER writes a folder for each layout"
+        )
+    planned = PlannedLayout.load(folder / _PLANNED)
+    device = _join(planned.plan.layout.world_size)
+    rank = dist.get_rank()
+    try:
+        step = _training(folder, planned, device, trust_code)
+        times = _time_steps(step, device, seconds)
+    except torch.OutOfMemoryError as error:
+        # The others wait in a collective and are ended by torchrun: this rank alone can tell.
+        MeasuredLayout(planned, seconds=None).save(folder / MEASURED)
+        raise ValueError(
+            f"rank {rank} ran out of memory, which {folder / MEASURED} tells --measured: {error}"
+        ) from error
+    mine = statistics.median(times), statistics.pstdev(times), _memory_in_use(device)
+    of_ranks: list[tuple[float, float, int]] = [mine] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, mine)
+    median, deviation, _ = max(of_ranks)
+    peak = max(taken for *_, taken in of_ranks) or None
+    if rank == 0:
+        found = MeasuredLayout(planned, median, deviation / median, len(times), peak)
+        found.save(folder / MEASURED)
+        typer.echo(_told(found))
+    dist.destroy_process_group()
+
+
+def _told(found: MeasuredLayout) -> str:
+    assert found.seconds is not None
+    plan = found.plan
+    memory = ""
+    if found.peak_bytes is not None:
+        memory = f"; {format_bytes(found.peak_bytes)} in use, predicted {format_bytes(plan.peak.total)}"
+    return wrapped(
+        f"a step takes {format_seconds(found.seconds)} (median of {found.steps}, deviation "
+        f"{found.deviation:.1%}), predicted {format_seconds(plan.step_seconds)} "
+        f"({interval_text(plan.step_interval, format_seconds)}){memory}"
+    )
+
+
+def _join(world_size: int) -> "torch.device":
+    """Join the process group that torchrun started, on this rank's device.
+
+    Raises:
+        ValueError: There is none, or it has another number of ranks.
+    """
+    import torch
+    import torch.distributed as dist
+
+    if not dist.is_torchelastic_launched():
+        raise ValueError(
+            "osdp cluster measure runs on all devices of its layout: bash launch.sh NODE starts it"
+        )
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", dist.get_node_local_rank())
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    if dist.get_world_size() != world_size:
+        raise ValueError(f"the layout is for {world_size} ranks, and {dist.get_world_size()} were started")
+    return device
+
+
+def _training(
+    folder: Path, planned: PlannedLayout, device: "torch.device", trust_code: bool
+) -> Callable[[], None]:
+    """A function that runs one training step of the layout's model under its plan."""
+    import torch
+    from torch.utils._pytree import tree_map
+
+    from osdp.integrations.huggingface.models import causal_lm_loss
+    from osdp.plan.plan import Plan
+    from osdp.wrapper import OSDP
+
+    plan, layout = Plan.load(folder / _PLAN), planned.plan.layout
+    named = (folder / _CONFIG).exists()
+    source = ModelSource(str(folder / _CONFIG), (), 1, 1)
+    if not named:
+        source = codec.load(ModelSource, folder / SOURCE)
+        if not trust_code:
+            require_no_code(folder)
+    fields = parse_fields(source.fields)
+    model, sample = build(source.model, fields, layout.samples, planned.shape.sequence)
+    wrapped_model = OSDP(model, plan=plan)
+    optimizer = getattr(torch.optim, plan.training.optimizer)(wrapped_model.parameters(), lr=1e-5)
+
+    def drawn(value: Any) -> Any:
+        """As many samples as a step has."""
+        if not isinstance(value, torch.Tensor) or not value.dim():
+            return value
+        whole = value.repeat(layout.microbatches, *[1] * (value.dim() - 1)).to(device)
+        # Gradients of equal tokens would all be added to one row of the embedding.
+        return torch.randint_like(whole, planned.shape.vocabulary) if named else whole
+
+    inputs = tree_map(drawn, sample)
+    targets, loss_fn = None, None
+    if plan.token_slices is not None:
+        targets, loss_fn = inputs.pop("labels"), causal_lm_loss
+
+    def step() -> None:
+        optimizer.zero_grad()
+        wrapped_model.train_step(inputs, targets, loss_fn)
+        optimizer.step()
+
+    return step
+
+
+def _time_steps(step: Callable[[], None], device: "torch.device", seconds: float) -> list[float]:
+    """Seconds of each step, for about ``seconds`` in all, on as many steps on every rank."""
+    import torch
+    import torch.distributed as dist
+    from tqdm import tqdm
+
+    def timed() -> float:
+        begun = time.perf_counter()
+        step()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - begun
+
+    warm = [timed() for _ in range(_WARM)][-1]
+    number = torch.tensor(max(int(seconds / warm), _LEAST_STEPS), device=device)
+    dist.all_reduce(number, dist.ReduceOp.MAX)
+    steps = range(int(number))
+    return [
+        timed()
+        for _ in tqdm(steps, desc="steps", leave=False, disable=None if dist.get_rank() == 0 else True)
+    ]
+
+
+def _memory_in_use(device: "torch.device") -> int:
+    """Bytes in use on an accelerator, by its context, communicators and the allocator; 0 on a CPU."""
+    import torch
+
+    if device.type != "cuda":
+        return 0
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free

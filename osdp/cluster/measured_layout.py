@@ -1,0 +1,80 @@
+"""MeasuredLayout: what a step of a cluster plan took on the devices that it is for."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from osdp.cluster.plan import ClusterPlan
+from osdp.cluster.transformer import TransformerShape
+from osdp.codec import Savable
+
+#: Name of the file that a measurement writes beside the plan it ran.
+MEASURED = "measured.json"
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedLayout(Savable):
+    """A cluster plan with what it was made for.
+
+    Attributes:
+        plan: The plan.
+        shape: The model.
+        nodes: Names of the kinds of nodes of its cluster.
+    """
+
+    plan: ClusterPlan
+    shape: TransformerShape
+    nodes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredLayout(Savable):
+    """Measured steps of a cluster plan.
+
+    Attributes:
+        planned: The plan, as predicted.
+        seconds: Median seconds of a step; ``None`` if a device ran out of memory.
+        deviation: Standard deviation of a step's seconds, as a share of the median.
+        steps: Number of measured steps.
+        peak_bytes: Memory in use on the fullest device, context and communicators included; ``None`` where
+            that is not told.
+    """
+
+    planned: PlannedLayout
+    seconds: float | None
+    deviation: float = 0.0
+    steps: int = 0
+    peak_bytes: int | None = None
+
+    @property
+    def plan(self) -> ClusterPlan:
+        """The plan, as predicted."""
+        return self.planned.plan
+
+    def __post_init__(self) -> None:
+        if self.seconds is not None and not (self.seconds > 0 and self.steps > 0 and self.deviation >= 0):
+            raise ValueError(
+                "a measured layout has positive seconds, at least 1 step and no negative deviation; got "
+                f" seconds={self.seconds}, steps={self.steps}, deviation={self.deviation}"
+            )
+
+
+def load_measured(paths: Iterable[Path]) -> tuple[MeasuredLayout, ...]:
+    """The measured layouts of files, and of all files named :data:`MEASURED` in and below folders.
+
+    Raises:
+        ValueError: A path holds none; all such paths are listed.
+    """
+    found: list[Path] = []
+    faults = []
+    for path in paths:
+        files = sorted(path.rglob(MEASURED)) if path.is_dir() else [path] * path.exists()
+        found += files
+        if not files:
+            faults.append(f"{path} has no {MEASURED}")
+    if faults:
+        raise ValueError(
+            f"{'; '.join(faults)}: osdp cluster measure writes it, for the layouts of "
+            "osdp cluster plan --measure FOLDER"
+        )
+    return tuple(MeasuredLayout.load(path) for path in dict.fromkeys(found))
