@@ -4,7 +4,8 @@ Thirty changes of limit, batch, optimizer, network and number of ranks, for thre
 ``what_if`` finds from one plan's own measurements, beside the plan of a measurement made anew under the
 change. Time and peak are those that the fresh measurement predicts for the answer's decisions, so that errors
 are those of what was not measured, and those of measuring twice: a row without any change for each model,
-which is not counted, shows how far two measurements of one machine are apart.
+which is not counted, shows how far two measurements of one machine are apart. What is asked is measured again
+before every second change, as the machine's speed drifts; not for another network or number of ranks.
 
     python -m benchmarks.what_if [--quick] [--json FILE]
 """
@@ -19,10 +20,11 @@ from benchmarks.support import harness
 from benchmarks.support.harness import Options, Result, Row
 from benchmarks.support.launch import WorkerError, launch
 from benchmarks.support.testbed import NetworkUnavailableError, launch_over
-from osdp import InfeasibleError, Plan, Training, make_plan, what_if
+from osdp import DeviceInfo, InfeasibleError, Mode, Plan, Training, make_plan, what_if
 from osdp.cost.evaluate import evaluate
+from osdp.cost.sharding.shard_groups import shard_groups_of
 from osdp.plan.choices import choice_of_operators
-from osdp.plan.sharding import Route
+from osdp.plan.sharding import Route, Unit
 
 MODELS = ("gpt2-wide", "bert-128", "convnext")
 BATCH, FRACTION = 8, 0.5
@@ -33,6 +35,14 @@ OPTIMIZERS = ("SGD", "RMSprop")
 NETWORKS = (200, 1000)
 TIMEOUT = 900
 UNCHANGED = "nothing changed"
+
+
+def asked(case: str, limit: int | str, **options: Any) -> Plan:
+    """The plan that changes are asked of, measured now."""
+    from benchmarks.support.models import CASES
+
+    model, sample = CASES[case].model(), CASES[case].sample(BATCH)
+    return make_plan(model, sample, limit, training=Training(local_batch=BATCH), cache_dir=None, **options)
 
 
 def base(rank: int, world_size: int, *, case: str, path: str) -> dict[str, int]:
@@ -47,7 +57,7 @@ def base(rank: int, world_size: int, *, case: str, path: str) -> dict[str, int]:
         for strategy in ("FULL_SHARD", "NO_SHARD")
     ]
     limits = {str(f): limit_of(f, *peaks) for f in (*FRACTIONS, FRACTION)}
-    plan = make_plan(model, sample, limits[str(FRACTION)], training=training)
+    plan = asked(case, limits[str(FRACTION)])
     if rank == 0:
         plan.save(path)
     return limits
@@ -64,10 +74,12 @@ def compare(
     """Worker: for each change the answer, and what is measured anew."""
     from benchmarks.support.models import CASES
 
-    del rank, world_size
+    del rank
     plan = Plan.load(path)
     found = []
-    for change in changes:
+    for index, change in enumerate(changes):
+        if len(changes) > 1 and not index % 2:
+            plan = asked(case, plan.memory_limit)
         try:
             answer: Plan | None = what_if(plan, **change)
         except InfeasibleError:
@@ -85,10 +97,9 @@ def compare(
             continue
         basis = fresh.basis
         assert basis is not None
-        # Where exchanges are not found to be faster, there is no link to price them by.
-        same = answer if basis.device.link("reduce_scatter").by_exchange else without_exchanges(answer)
+        same = on_routes_of(basis.device, answer)
         judged = evaluate(same, basis.profiles[0], basis.device, answer.training, basis.model_desc)
-        wanted, got = (choice_of_operators(each.sharding) for each in (fresh, answer))
+        wanted, got = (decisions(each, world_size) for each in (fresh, answer))
         differ = {f"{got[name]} for {wanted[name]}" for name in got if got[name] != wanted[name]}
         found.append(
             {
@@ -103,11 +114,25 @@ def compare(
     return found
 
 
-def without_exchanges(plan: Plan) -> Plan:
-    """The plan with the backend's own reductions."""
-    routes = {Route.EXCHANGE: Route.FLAT, Route.TWO_STEP_EXCHANGE: Route.TWO_STEP}
-    units = tuple(replace(unit, route=routes.get(unit.route, unit.route)) for unit in plan.units)
-    return plan.with_sharding(units=units)
+def decisions(plan: Plan, ranks: int) -> dict[str, str]:
+    """What is decided for each operator; on one rank nothing is sharded, whatever its mode."""
+    found = choice_of_operators(plan.sharding)
+    return (
+        found if ranks > 1 else {name: word.replace("FULL_SHARD", "NO_SHARD") for name, word in found.items()}
+    )
+
+
+def on_routes_of(device: DeviceInfo, plan: Plan) -> Plan:
+    """The plan with the routes that were found to be the fastest ones here, for which there are links."""
+    whole = shard_groups_of(device)[0].route
+
+    def route(unit: Unit) -> Route:
+        if unit.mode is Mode.NO_SHARD or unit.group_size:
+            return unit.route
+        # What steps in shards gathers nothing by messages.
+        return Route.EXCHANGE if unit.mode is Mode.SHARD_OPTIMIZER and whole.by_exchange else whole
+
+    return plan.with_sharding(units=tuple(replace(unit, route=route(unit)) for unit in plan.units))
 
 
 def rows_of(case: str, options: Options, folder: Path) -> list[Row]:

@@ -33,14 +33,15 @@ def runnable_space(space: LayoutSpace, shape: TransformerShape) -> LayoutSpace:
     """
     if shape.experts:
         raise ValueError(
-            f"--out writes a plan for osdp's own runtime, which has no expert parallelism, and {shape.name} "
-            "has experts: write configurations of other frameworks alone, by --export FOLDER, or let osdp "
-            "plan shard the model"
+            f"--out and --measure write plans for osdp's own runtime, which has no expert parallelism, and "
+            f"{shape.name} has experts: write configurations of other frameworks alone, by --export FOLDER, "
+            "or let osdp plan shard the model"
         )
     if space.cp and 1 not in space.cp:
         raise ValueError(
-            f"--out writes a plan for osdp's own runtime, which has no context parallelism: leave --cp "
-            f"{space.cp[0]} out, or write configurations of other frameworks alone, by --export FOLDER"
+            f"--out and --measure write plans for osdp's own runtime, which has no context parallelism: "
+            f"leave --cp {space.cp[0]} out, or write configurations of other frameworks alone, by --export "
+            "FOLDER"
         )
     return replace(space, cp=(1,))
 
@@ -168,8 +169,8 @@ def require_buildable(request: ClusterRequest, shape: TransformerShape) -> None:
         family_of(shape)
     elif other := sorted(changed_fields(name, request.fields)):
         raise ValueError(
-            f"--out builds the model of {name}, which --set {', '.join(other)} does not change: edit the "
-            "file, or profile the other model"
+            f"--out and --measure build the model of {name}, which --set {', '.join(other)} does not "
+            "change: edit the file, or profile the other model"
         )
 
 

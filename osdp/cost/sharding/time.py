@@ -103,7 +103,7 @@ def unit_seconds(
         backward=silent + awaited,
         silent=silent,
         link_forward=(1 - held_up) * gather,
-        link=regather + np.where(units.in_root, 0.0, reduce),
+        link=regather + reduce,
         link_after=np.where(replicated, overlap, 1 - held_up) * reduce,
         host_forward=entered + units.host_gather,
         host_backward=host_silent + np.where(units.sliced, 0.0, units.host_reduce),
