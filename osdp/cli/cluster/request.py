@@ -224,6 +224,8 @@ class ClusterRequest:
         )
         if self._is_megatron:
             space = self._as_megatron_runs(space, workload)
+        elif self.target is not None:
+            space = self._as_others_run(space)
         if self.schedule is not None:
             space = replace(space, schedules=(self.schedule,))
         if self.virtual_stages is not None:
@@ -257,6 +259,21 @@ class ClusterRequest:
                 )
             space = replace(space, tp=(1,))
         return space
+
+    def _as_others_run(self, space: LayoutSpace) -> LayoutSpace:
+        """Without what DeepSpeed or torchtitan has not; what is asked for is kept, as for Megatron-LM."""
+        space = replace(
+            space,
+            token_slices=(1,),
+            recompute=tuple(kind for kind in space.recompute if kind is not None),
+            zero=tuple(stage for stage in space.zero if stage is not None),
+        )
+        if self.target is Target.FSDP:
+            # It shards gradients with states.
+            return replace(space, zero=tuple(stage for stage in space.zero if stage != 1))
+        # Its PipelineModule refuses ZeRO 2 and 3, and its tensor parallelism ZeRO 3 (as exports tell).
+        space = replace(space, schedules=(ONE_STAGE,), cp=space.cp or (1,))
+        return space if self.zero is not None else replace(space, unstaged_zero=(2, 3), unsplit_zero=(3,))
 
     @property
     def schedule_name(self) -> str:

@@ -48,6 +48,8 @@ class LayoutSpace:
             every slice).
         virtual_stages: Stages of each pipeline rank, with schedules that take any number of them.
         ep: Expert-parallel degrees.
+        unstaged_zero: ZeRO stages that are not combined with pipelines.
+        unsplit_zero: ZeRO stages that are not combined with tensor parallelism.
     """
 
     tp: tuple[int, ...] = ()
@@ -61,6 +63,8 @@ class LayoutSpace:
     token_slices: tuple[int, ...] = (1, 2, 4, 8, 16)
     virtual_stages: tuple[int, ...] = (2,)
     ep: tuple[int, ...] = ()
+    unstaged_zero: tuple[int, ...] = ()
+    unsplit_zero: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +225,7 @@ def _layouts(workload: Workload, space: LayoutSpace, plain: ParallelLayout) -> I
             continue
         if kind.fills_with_ranks and plain.microbatches < degrees.pp:
             continue
-        for zero, recompute in _choices(workload, space, plain.replicas):
+        for zero, recompute in _choices(workload, space, plain):
             if plain.token_slices > 1 and not (
                 kind.slices and recompute is RecomputeLayers.NONE and zero in (0, 1)
             ):
@@ -247,13 +251,14 @@ def _schedules(space: LayoutSpace) -> Iterator[tuple[str, int]]:
 
 
 def _choices(
-    workload: Workload, space: LayoutSpace, replicas: int
+    workload: Workload, space: LayoutSpace, plain: ParallelLayout
 ) -> list[tuple[int | None, RecomputeLayers | None]]:
     """Pairs of ZeRO stage and recomputation: uniform strategies first, then choices item by item.
 
     A choice item by item includes every uniform value, so that ``None`` replaces them there.
     """
-    zeros = list(space.zero) if replicas > 1 else [0]
+    ruled_out = space.unstaged_zero * (plain.degrees.pp > 1) + space.unsplit_zero * (plain.degrees.tp > 1)
+    zeros = [zero for zero in space.zero if zero not in ruled_out] if plain.replicas > 1 else [0]
     recomputes = [
         recompute
         for recompute in space.recompute

@@ -232,6 +232,27 @@ def test_a_runnable_plan_shares_sequences_as_its_layout_does(words: list[str], t
     assert shared is not None and shared.sequence is not None
 
 
+@pytest.mark.parametrize("target", ["deepspeed-bf16", "fsdp", "megatron-bf16"])
+def test_only_layouts_that_the_target_runs_are_searched(
+    target: str, words: list[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "rows.json"
+    run("cluster", "plan", *words, "--target", target, "--every", "--json", str(path))
+    rows = json.loads(path.read_text(encoding="utf8"))
+    assert {row["token slices"] for row in rows} == {1}
+    assert not {"mixed"} & {word for row in rows for word in (row["dp_method"], row["recompute"])}
+    sharded = {(row["dp_method"], row["pp"] > 1, row["tp"] > 1) for row in rows if row["dp"] > 1}
+    kinds = {kind for kind, _, _ in sharded}
+    if target == "deepspeed-bf16":
+        assert {row["schedule"] for row in rows} == {"1f1b"}
+        assert kinds == {"zero0", "zero1", "zero2", "zero3"}
+        assert not {("zero2", True, False), ("zero3", True, False), ("zero3", False, True)} & sharded
+        assert ("zero2", False, True) in sharded
+        run("cluster", "plan", *words, "--target", target, "--zero", "2", "--pp", "2", "--dp", "2")
+    else:
+        assert kinds == ({"zero0", "zero2", "zero3"} if target == "fsdp" else {"zero0", "zero1"})
+
+
 def test_memory_is_what_the_target_keeps(words: list[str], tmp_path: Path) -> None:
     degrees = ["--tp", "1", "--pp", "1", "--dp", "4", "--micro-batch", "2"]
     degrees += ["--zero", "0", "--recomputation", "none"]
