@@ -49,8 +49,9 @@ from osdp.cluster.hardware import Gpu, NetworkLink, NodeType
 Floats = NDArray[np.float64]
 
 #: The GPU is that of NVIDIA's A100 data sheet (2021). Inside a node an all-reduce over eight of them reaches
-#: 229 GB/s with 1 GiB and takes 92.8 us with 1 MiB, 32 of them beside its 12 steps (vTrain's NCCL table).
-#: Between nodes 0.9 of what is installed are reached, after 20 us (calculon, systems/a100_80g.json).
+#: 229 GB/s with 1 GiB and takes 92.8 us with 1 MiB, 32 of them beside its 14 steps and its bytes (vTrain's
+#: NCCL table). Between nodes 0.9 of what is installed are reached, after 20 us (calculon,
+#: systems/a100_80g.json).
 NODE = NodeType(
     name="8 x A100-80GB",
     gpu=Gpu("A100-80GB", 312e12, 81920 * 2**20, 2039e9, 108),

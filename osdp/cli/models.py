@@ -138,7 +138,7 @@ def load_described_model(
             size, or it names code that is not trusted.
     """
     require_whole(described)
-    source = _source(described)
+    source = described_source(described)
     if not trust_code:
         require_no_code(described)
     if source.is_from_function:
@@ -158,7 +158,7 @@ def require_no_code(described: Path) -> None:
     Raises:
         ValueError: It names a function, or code to download; the message names it and how to allow it.
     """
-    source = _source(described)
+    source = described_source(described)
     if source.is_from_function:
         code = f"the function {source.model}, imported from the current folder or the Python path"
     else:
@@ -188,13 +188,13 @@ def is_folder(name: str) -> bool:
 def model_label(name: str) -> str:
     """Name of the shape of the model given as ``--model``."""
     if is_folder(name):
-        return _source(Path(name)).model
+        return described_source(Path(name)).model
     return Path(name).stem if name.endswith(".json") else name
 
 
 def changed_fields(name: str, fields: Iterable[str]) -> set[str]:
     """The fields that change the model; those that only add what the weights leave open do not."""
-    free = _NOT_IN_WEIGHTS if is_folder(name) and _source(Path(name)).is_from_function else set()
+    free = _NOT_IN_WEIGHTS if is_folder(name) and described_source(Path(name)).is_from_function else set()
     return set(fields) - free
 
 
@@ -207,7 +207,7 @@ def require_described(folder: Path, names: Sequence[str]) -> None:
 
 def require_whole(described: Path) -> None:
     """Refuse a folder that describes the part of one tensor-parallel rank."""
-    tp = _source(described).tp
+    tp = described_source(described).tp
     if tp > 1:
         raise ValueError(
             f"{described} describes the part of one of {tp} tensor-parallel ranks, which only osdp cluster "
@@ -227,12 +227,17 @@ def load_layer_profile(described: Path, gpu: str, model: str) -> LayerProfile:
         Profile.load(described / PROFILE),
         gpu,
         model,
-        tp=_source(described).tp,
+        tp=described_source(described).tp,
         dtype=training.param_dtype,
     )
 
 
-def _source(described: Path) -> ModelSource:
+def described_source(described: Path) -> ModelSource:
+    """How the model of a folder was made.
+
+    Raises:
+        ValueError: The folder does not record it.
+    """
     if not Path(described, SOURCE).exists():
         raise ValueError(f"{described} does not record how its model was made: run osdp profile again")
     return codec.load(ModelSource, described / SOURCE)
@@ -255,7 +260,7 @@ def resolve_shape(name: str, overrides: Mapping[str, Any], *, trust_code: bool =
     folder = Path(name)
     require_described(folder, (MODEL,))
     require_whole(folder)
-    source = _source(folder)
+    source = described_source(folder)
     if not source.is_from_function:
         model, _ = load_described_model(folder, trust_code=trust_code)
         config: Any = model.config

@@ -50,8 +50,9 @@ from osdp.text import parse_bytes, parse_rate
 #: 30 of 50 on four with AWS's EFA (NVIDIA/nccl issue 527, 2022-07-25): give ``network:`` as it is reached.
 LINK_SHARE, NETWORK_SHARE = 0.76, 0.9
 
-#: Seconds per step of a collective in addition to its bytes. Inside a node: the 92.8 us of 1 MiB on 8 A100 in
-#: the same data are the 32 us of any all-reduce (osdp.cluster.cost.rates), 12 steps and 8 us of bytes.
+#: Seconds per step of a collective in addition to its bytes. Inside a node: of the 92.8 us of 1 MiB on 8 A100
+#: in the same data, the 32 us of any all-reduce (osdp.cluster.cost.rates) and 8 us of bytes leave 53 for 14
+#: steps.
 #: Between nodes: NCCL's own estimate of a ring step over the network (src/graph/tuning.cc, hwLatencies of
 #: NET, ring, Simple).
 STEP_LATENCY, NETWORK_LATENCY = 4e-6, 14e-6

@@ -4,12 +4,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from osdp.cluster.plan import ClusterPlan
-from osdp.cluster.transformer import TransformerShape
+from osdp.cluster.hardware import Cluster
+from osdp.cluster.plan import ClusterPlan, Workload
 from osdp.codec import Savable
 
-#: Name of the file that a measurement writes beside the plan it ran.
-MEASURED = "measured.json"
+#: Names of the files of a layout to measure, and of what its steps took, which lie in the same folder.
+PLANNED, MEASURED = "planned.json", "measured.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,13 +18,16 @@ class PlannedLayout(Savable):
 
     Attributes:
         plan: The plan.
-        shape: The model.
-        nodes: Names of the kinds of nodes of its cluster.
+        workload: Model, batch and precision.
+        nodes: Kinds of nodes of its cluster (:func:`kinds_of`).
+        departures: Where the plan that runs differs from the layout. Its time then tells what that plan
+            takes, and nothing about other layouts.
     """
 
     plan: ClusterPlan
-    shape: TransformerShape
+    workload: Workload
     nodes: tuple[str, ...]
+    departures: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +58,13 @@ class MeasuredLayout(Savable):
         if self.seconds is not None and not (self.seconds > 0 and self.steps > 0 and self.deviation >= 0):
             raise ValueError(
                 "a measured layout has positive seconds, at least 1 step and no negative deviation; got "
-                f" seconds={self.seconds}, steps={self.steps}, deviation={self.deviation}"
+                f"seconds={self.seconds}, steps={self.steps}, deviation={self.deviation}"
             )
+
+
+def kinds_of(cluster: Cluster) -> tuple[str, ...]:
+    """Kinds of nodes of a cluster, with their numbers of devices."""
+    return tuple(f"{group.node.name} with {group.node.devices} devices" for group in cluster.groups)
 
 
 def load_measured(paths: Iterable[Path]) -> tuple[MeasuredLayout, ...]:
@@ -69,7 +77,7 @@ def load_measured(paths: Iterable[Path]) -> tuple[MeasuredLayout, ...]:
     faults = []
     for path in paths:
         files = sorted(path.rglob(MEASURED)) if path.is_dir() else [path] * path.exists()
-        found += files
+        found += [file.resolve() for file in files]
         if not files:
             faults.append(f"{path} has no {MEASURED}")
     if faults:

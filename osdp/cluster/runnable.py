@@ -6,7 +6,7 @@ ZeRO stage allows: 1 is ``SHARD_OPTIMIZER``, 3 ``FULL_SHARD``. ZeRO 2, and 1 bes
 ``SHARD_GRAD_OP``, the closest mode of the runtime. If these do not fit, all modes are allowed.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
@@ -21,10 +21,10 @@ from osdp.cluster.cost.links import Ring, SlotHardware, slot_hardware
 from osdp.cluster.cost.rates import PUBLISHED, Efficiencies
 from osdp.cluster.cost.stage import ClusterPrices
 from osdp.cluster.cost.step import nodes_of
-from osdp.cluster.hardware import Cluster
+from osdp.cluster.hardware import BEST_SHARE, Cluster
 from osdp.cluster.layer_profile import LayerCost, layer_bytes
-from osdp.cluster.plan import ClusterPlan, ParallelLayout, RecomputeLayers, Workload, chunks
-from osdp.cluster.transformer import Item
+from osdp.cluster.plan import ClusterPlan, ParallelLayout, RecomputeLayers, Workload, chunks, layers_of
+from osdp.cluster.transformer import Item, TransformerShape
 from osdp.errors import InfeasibleError
 from osdp.hardware.device_info import COLLECTIVES, DeviceInfo, Link, PointToPointLink
 from osdp.inputs import make_rank_model
@@ -48,6 +48,8 @@ _MODES = {
     2: (Mode.SHARD_GRAD_OP,),
     3: (Mode.FULL_SHARD,),
 }
+#: How notes begin that tell where a plan differs from its layout.
+_DEPARTURE = "unlike its layout: "
 _ANY = (Mode.NO_SHARD, Mode.SHARD_OPTIMIZER, Mode.SHARD_GRAD_OP, Mode.FULL_SHARD)
 
 
@@ -111,7 +113,8 @@ def runnable_plan(
                 made = _flat(model_desc, device, training, rules)
             else:
                 made = _staged(plan, workload, model, sample_inputs, model_desc, device, training, rules)
-            return _noted(made, layout, modes)
+            told = _departures(made, plan, workload.shape, modes)
+            return replace(made, notes=(*made.notes, *(f"{_DEPARTURE}{each}" for each in told)))
         except InfeasibleError:
             if modes == _ANY:
                 raise
@@ -204,26 +207,29 @@ def _require_sliceable(model: nn.Module, slices: int) -> None:
         ) from error
 
 
-def _noted(made: Plan, layout: ParallelLayout, modes: Sequence[Mode]) -> Plan:
-    """The plan with notes on where it differs from its layout."""
+def departures(made: Plan) -> tuple[str, ...]:
+    """Where a plan of :func:`runnable_plan` differs from the layout that it was made for, as text."""
+    return tuple(note.removeprefix(_DEPARTURE) for note in made.notes if note.startswith(_DEPARTURE))
+
+
+def _departures(
+    made: Plan, plan: ClusterPlan, shape: TransformerShape, modes: Sequence[Mode]
+) -> Iterator[str]:
+    layout = plan.layout
     if layout.by_item:
-        made = _with_note(
-            made, "sharding and recomputation are chosen operator by operator, not layer by layer"
-        )
+        yield "sharding and recomputation are chosen operator by operator, not layer by layer"
     if layout.zero is not None and modes == _ANY:
-        made = _with_note(
-            made, f"ZeRO {layout.zero} everywhere does not fit by the trace; modes are chosen by operator"
-        )
+        yield f"ZeRO {layout.zero} everywhere does not fit by the trace; modes are chosen by operator"
     elif layout.zero in (1, 2) and modes == (Mode.SHARD_GRAD_OP,):
         also = (
             "parameters outside of forward and backward" if layout.zero == 2 else "gradients and parameters"
         )
-        made = _with_note(made, f"ZeRO {layout.zero} becomes SHARD_GRAD_OP, which also shards {also}")
-    if layout.recompute is RecomputeLayers.FULL and not all(
-        stage.sharding.recomputed for stage in made.stages
-    ):
-        made = _with_note(made, "full recomputation is left out in stages that do not need it by the trace")
-    return made
+        yield f"ZeRO {layout.zero} becomes SHARD_GRAD_OP, which also shards {also}"
+    recomputed = sum(len(stage.sharding.recomputed) for stage in made.stages)
+    if layout.recompute is RecomputeLayers.SELECTIVE:
+        yield f"selective recomputation becomes that of {recomputed} modules, by the trace"
+    elif layout.recompute is RecomputeLayers.FULL and recomputed < (layers := sum(layers_of(plan, shape))):
+        yield f"{recomputed} of {layers} layers are recomputed: the others need not be by the trace"
 
 
 def _flat(model_desc: ModelDesc, device: DeviceInfo, training: Training, rules: SearchOptions) -> Plan:
@@ -339,7 +345,7 @@ def device_of_stage(
         stage_link=_stage_link(homes),
         tensor_links=_links([home.tensor for home in homes]) if plan.layout.degrees.tp > 1 else (),
         copy_bandwidth=min(gpu.memory_bandwidth for home in homes for gpu in home.gpus) / 2,
-        flops=min(gpu.flops for gpu in gpus) * rates.matrix_share,
+        flops=min(gpu.flops * gpu.best_share for gpu in gpus) / BEST_SHARE * rates.matrix_share,
         memory_bandwidth=min(gpu.memory_bandwidth for gpu in gpus) * rates.memory_share,
         slowdowns=slowdowns if len(set(slowdowns)) > 1 else (),
         rank_limits=limits if len(set(limits)) > 1 else (),
@@ -363,8 +369,3 @@ def _stage_link(homes: Sequence[SlotHardware]) -> PointToPointLink:
     return PointToPointLink(
         max(home.between.latency for home in homes), min(home.between.bandwidth for home in homes)
     )
-
-
-def _with_note(made: Plan, note: str) -> Plan:
-    """The plan with one more note."""
-    return replace(made, notes=(*made.notes, note))

@@ -20,6 +20,8 @@ class Spread:
         low: Least measured seconds over predicted ones.
         high: Largest measured seconds over predicted ones.
         own: Logarithm of the largest factor that is not shared by all layouts of a model on a machine.
+        shared: The same of the factor that all predictions share and what was measured does not; 0 where no
+            layout is measured, because only predictions are then compared.
         peak_low: Least measured peak memory over the predicted one.
         peak_high: Largest measured peak memory over the predicted one.
     """
@@ -27,19 +29,20 @@ class Spread:
     low: float = 0.87
     high: float = 1.45
     own: float = 0.135
+    shared: float = 0.0
     peak_low: float = 0.93
     peak_high: float = 1.23
 
     def __post_init__(self) -> None:
         seconds, peak = 0 < self.low <= 1 <= self.high, 0 < self.peak_low <= 1 <= self.peak_high
-        if not (seconds and peak and self.own >= 0):
+        if not (seconds and peak and self.own >= 0 and self.shared >= 0):
             raise ValueError(
-                f"an interval contains its prediction, low <= 1 <= high, and own >= 0; got {self}"
+                f"an interval contains its prediction, low <= 1 <= high, and own and shared >= 0; got {self}"
             )
 
     def alike(self, other: "Spread", ratio: float) -> bool:
         """Whether two predictions, the one ``ratio`` times the other, cannot be told apart."""
-        return abs(math.log(ratio)) <= math.hypot(self.own, other.own)
+        return abs(math.log(ratio)) <= math.hypot(self.own, other.own, self.shared - other.shared)
 
 
 #: That of predictions from published rates alone.

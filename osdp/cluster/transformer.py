@@ -47,7 +47,7 @@ class TransformerShape:
         query_latent: The same for queries; 0 if they are projected to heads directly.
         rotary_width: Channels with rotary positions that each head of latent attention has beside
             ``head_width``, whose key all heads share.
-        value_width: Channels per head of values in latent attention; as many as of keys if 0.
+        value_width: Channels per head of values in latent attention; as ``head_width`` if 0.
         head_norms: Whether the queries and keys of each head are normalised.
         gated: Whether feed-forward blocks multiply two projections (GLU).
         biases: Whether linear layers have biases.
@@ -119,6 +119,10 @@ class TransformerShape:
         if given and not self.kv_latent:
             raise ValueError(
                 f"model {self.name!r} has no latent attention; {', '.join(given)} need kv_latent"
+            )
+        if self.kv_latent and self.head_norms:
+            raise ValueError(
+                f"model {self.name!r}: latent attention has norms of its latents, not of heads (head_norms)"
             )
         if self.kv_latent and (self.key_heads != self.heads or self.decoder_layers or self.biases):
             raise ValueError(

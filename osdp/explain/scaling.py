@@ -52,7 +52,7 @@ def profile_at_batch(profile: Profile, model_desc: ModelDesc, local_batch: int) 
         saved = _ratio(of_trace.saved_bytes(before), of_trace.saved_bytes(local_batch))
         return replace(
             segment,
-            forward=_scaled_pass(segment.forward, of_trace.forward, before, local_batch, fixed),
+            forward=_scaled_pass(segment.forward, of_trace.forward, before, local_batch),
             backward=_scaled_pass(segment.backward, of_trace.backward, before, local_batch, fixed),
             saved_bytes=math.ceil(saved * segment.saved_bytes),
         )
@@ -71,22 +71,26 @@ def _depthwise_bytes(operator: Operator) -> int:
     """Bytes that the backward of depthwise convolutions takes on CPUs for any batch: their padded weights.
 
     ConvNeXt's measured ones are these to 1 % (torch 2.13). What other convolutions take grows with the batch.
+
+    Weights are of shape (channels, 1, height, width), one dimension less or more; those of a convolution
+    over a single input channel with few outputs are counted as well, which the measured bytes limit.
     """
     padded = _BLOCK * _BLOCK
     return sum(
         padded * parameter.nbytes
         for parameter in operator.parameters
-        if len(parameter.shape) > 2 and parameter.shape[1] == 1
+        if len(parameter.shape) > 2 and parameter.shape[1] == 1 < parameter.shape[0]
     )
 
 
-def _scaled_pass(measured: PassProfile, work: Work, before: int, after: int, fixed: int) -> PassProfile:
+def _scaled_pass(measured: PassProfile, work: Work, before: int, after: int, fixed: int = 0) -> PassProfile:
     """A pass at another batch, which takes up to ``fixed`` bytes beyond the trace as before."""
     in_compute = work.flops(before) > _COMPUTE_BOUND * work.moved_bytes(before)
     bound_by = work.flops if in_compute else work.moved_bytes
     launch = min(LAUNCH_SECONDS, measured.seconds)
     seconds = launch + (measured.seconds - launch) * _ratio(bound_by(before), bound_by(after))
     traced = work.peak_bytes(before)
+    # Where the trace frees more than it allocates, what was measured is workspace.
     peak = _ratio(traced, work.peak_bytes(after)) if traced > 0 else after / before
     workspace = min(max(measured.peak_bytes - max(traced, 0), 0), fixed)
 

@@ -15,7 +15,14 @@ from osdp.cli.cluster.measure import measure_layout, write_layouts
 from osdp.cli.cluster.outputs import OutputFiles
 from osdp.cli.cluster.report import write_page
 from osdp.cli.cluster.request import ClusterRequest
-from osdp.cli.cluster.runnable import require_buildable, runnable_space, traced_prices, write_runnable
+from osdp.cli.cluster.runnable import (
+    is_measurable,
+    require_buildable,
+    require_measurable,
+    runnable_space,
+    traced_prices,
+    write_runnable,
+)
 from osdp.cli.models import load_layer_profile, model_label
 from osdp.cli.options import Out, flat_options
 from osdp.cluster.cost.stage import ClusterPrices
@@ -47,18 +54,14 @@ def plan(request: ClusterRequest, goal: GoalOptions, outputs: OutputFiles) -> No
     prices = request.prices()
     space = request.space(prices.workload)
     if outputs.runs:
-        space = runnable_space(space, prices.workload.shape)
+        space = runnable_space(space)
+    _require_consistent(request, goal, outputs)
     check_space(prices, space, parts=goal.parts)
     shape, cluster = prices.workload.shape, prices.cluster
-    if outputs.runs:
-        require_buildable(request, shape)
-        prices = traced_prices(prices, request)
+    if outputs.runs or request.measured:
+        prices = _as_built(prices, request)
     times = request.measured_times(prices)
     if goal.pareto:
-        if times.measured:
-            raise ValueError(
-                "--measured corrects the times on one set of nodes: leave --objective pareto out"
-            )
         found = pareto(prices, space, _progress("parts"))
     else:
         found = best_plans(
@@ -66,10 +69,10 @@ def plan(request: ClusterRequest, goal: GoalOptions, outputs: OutputFiles) -> No
         )
         found = times.ranked(found, space, sought)
     if not found.plans:
-        raise no_plan_error(prices, space, sought)
+        raise no_plan_error(times, space, sought)
     plans: Sequence[ClusterPlan] = found.plans
     if goal.every:
-        every = map(times.corrected, every_layout(prices, space))
+        every = [times.corrected(plan) for plan in every_layout(prices, space) if not times.ran_out(plan)]
         plans = sorted(every, key=lambda plan: (not plan.fits, plan.step_seconds))[: goal.top]
     rows = rows_of(plans, cluster, shape, goal.steps)
     if outputs.csv is not None:
@@ -79,8 +82,12 @@ def plan(request: ClusterRequest, goal: GoalOptions, outputs: OutputFiles) -> No
     if outputs.plot is not None:
         plot_plans(plans, cluster, outputs.plot)
     typer.echo(text_table(plans, cluster, goal.steps))
+    if told := times.told():
+        typer.echo(wrapped(told))
     # On a front every plan has nodes of its own, and is best on these.
-    if not goal.pareto and (tied := ties_text(plans)):
+    if not goal.pareto and (
+        tied := ties_text(plans, outputs.measure is None and is_measurable(request, shape))
+    ):
         typer.echo(tied)
     typer.echo(
         wrapped(
@@ -135,6 +142,8 @@ def estimate(
     check_space(prices, space)
     if request.pp == 1 and request.schedule_name != ONE_STAGE:
         raise ValueError(f"--schedule {request.schedule_name} needs several stages, but --pp is 1")
+    if request.measured:
+        prices = _as_built(prices, request)
     family = next(families(prices.cluster, prices.cluster.counts, prices.workload, space))
     layout: ParallelLayout = replace(
         family.plain,
@@ -152,10 +161,15 @@ def estimate(
         bounds = _bounds(partition)
         _require_all(partition, bounds, prices, layout.degrees.pp)
         plan = price(prices, layout, bounds, plan.slots)
-    plan = request.measured_times(prices).corrected(plan)
+    times = request.measured_times(prices)
+    plan = times.corrected(plan)
     typer.echo(text_table([plan], prices.cluster))
+    if told := times.told():
+        typer.echo(wrapped(told))
     typer.echo(wrapped(_basis(prices)))
-    if not plan.fits:
+    if times.ran_out(plan):
+        typer.echo("it ran out of memory when it was measured")
+    elif not plan.fits:
         typer.echo(
             f"it does not fit: it needs {format_bytes(plan.peak.total)}, the limit is "
             f"{format_bytes(plan.peak.limit)}"
@@ -188,6 +202,25 @@ def layers(
 
 app.command("calibrate")(calibrate_steps)
 app.command("measure")(measure_layout)
+
+
+def _require_consistent(request: ClusterRequest, goal: GoalOptions, outputs: OutputFiles) -> None:
+    """Refuse options about measured layouts that contradict others."""
+    if outputs.measure is not None:
+        require_measurable(request)
+        if goal.every:
+            raise ValueError("--measure writes the best rows, and --every lists all: leave one of them out")
+    if goal.pareto and (outputs.measure is not None or request.measured):
+        raise ValueError(
+            "every row of --objective pareto has nodes of its own, whose times --measure and --measured do "
+            "not compare: leave one of them out"
+        )
+
+
+def _as_built(prices: ClusterPrices, request: ClusterRequest) -> ClusterPrices:
+    """The same costs with the activations of the model itself, as layouts to measure are priced."""
+    require_buildable(request, prices.workload.shape)
+    return traced_prices(prices, request)
 
 
 def _basis(prices: ClusterPrices) -> str:

@@ -13,15 +13,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from osdp import codec
 from osdp.cli.cluster.request import ClusterRequest
 from osdp.cli.cluster.runnable import first_that_fits, write_plan
-from osdp.cli.models import SOURCE, ModelSource, build, parse_fields, require_no_code
-from osdp.cli.options import TrustCode
+from osdp.cli.models import build
 from osdp.cluster.cost.stage import ClusterPrices
 from osdp.cluster.explanation import worth_measuring
 from osdp.cluster.export.table import interval_text
-from osdp.cluster.measured_layout import MEASURED, MeasuredLayout, PlannedLayout
+from osdp.cluster.measured_layout import MEASURED, PLANNED, MeasuredLayout, PlannedLayout, kinds_of
 from osdp.cluster.plan import ClusterPlan
 from osdp.errors import InfeasibleError
 from osdp.text import format_bytes, format_seconds, wrapped
@@ -29,7 +27,7 @@ from osdp.text import format_bytes, format_seconds, wrapped
 if TYPE_CHECKING:
     import torch
 
-_PLAN, _CONFIG, _PLANNED = "plan.json", "plan.config.json", "planned.json"
+_PLAN, _CONFIG = "plan.json", "plan.config.json"
 #: Steps before the first that counts, and the least number of these.
 _WARM, _LEAST_STEPS = 3, 5
 
@@ -42,7 +40,7 @@ def write_layouts(
     A layout that does not fit when it is traced is left out, which is printed.
 
     Args:
-        folder: Where; each layout has a folder of its own in it. What an earlier call wrote is removed.
+        folder: Where; each layout has a folder of its own in it. Layouts of an earlier call are removed.
         plans: Layouts, best first.
         prices: Costs that they were made with.
         request: Options that name the model.
@@ -51,6 +49,8 @@ def write_layouts(
         InfeasibleError: None of them fits.
         ValueError: The model cannot be built or cut at the stage boundaries.
     """
+    from osdp.cluster.runnable import departures
+
     typer.echo("")
     written: list[Path] = []
     refused: list[InfeasibleError] = []
@@ -67,15 +67,16 @@ def write_layouts(
             )
             continue
         if not written:
-            for old in folder.glob("row*"):
-                shutil.rmtree(old)
+            for old in folder.glob(f"row*/{PLANNED}"):
+                shutil.rmtree(old.parent)
         where.mkdir(parents=True)
         write_plan(plan, made, model, prices, where / _PLAN, "-m osdp cluster measure .")
-        kinds = tuple(group.node.name for group in prices.cluster.groups)
-        PlannedLayout(plan, prices.workload.shape, kinds).save(where / _PLANNED)
-        if not (where / _CONFIG).exists():
-            described = codec.load(ModelSource, Path(request.model) / SOURCE)
-            codec.save(described, where / SOURCE)
+        other = departures(made)
+        PlannedLayout(plan, prices.workload, kinds_of(prices.cluster), other).save(where / PLANNED)
+        if other:
+            typer.echo(
+                wrapped(f"row {index + 1}, unlike its layout, tells its own time alone: {'; '.join(other)}")
+            )
         written.append(where)
     if not written:
         raise refused[-1]
@@ -92,24 +93,25 @@ def measure_layout(
     folder: Annotated[
         Path, typer.Argument(help="folder of one layout that osdp cluster plan --measure wrote")
     ],
-    seconds: Annotated[float, typer.Option(min=0, help="about how long to measure")] = 180.0,
-    trust_code: TrustCode = False,
+    seconds: Annotated[float, typer.Option(min=0, help="about how long to measure")] = 600.0,
 ) -> None:
     """Train a layout on the devices it is for, started by its launch.sh, and write what a step takes."""
-    import torch
     import torch.distributed as dist
 
-    if not (folder / _PLANNED).exists():
+    if not (folder / PLANNED).exists():
         raise ValueError(
-            f"{folder} has no {_PLANNED}: osdp cluster plan --measure FOLDER writes a folder for each layout"
+            f"{folder} has no {PLANNED}: osdp cluster plan --measure FOLDER writes a folder for each layout"
         )
-    planned = PlannedLayout.load(folder / _PLANNED)
+    planned = PlannedLayout.load(folder / PLANNED)
     device = _join(planned.plan.layout.world_size)
     rank = dist.get_rank()
     try:
-        step = _training(folder, planned, device, trust_code)
+        step = _training(folder, planned, device)
         times = _time_steps(step, device, seconds)
-    except torch.OutOfMemoryError as error:
+    except RuntimeError as error:
+        # So do CUDA's libraries tell it, which allocate beside the allocator of torch.
+        if "out of memory" not in str(error):
+            raise
         # The others wait in a collective and are ended by torchrun: this rank alone can tell.
         MeasuredLayout(planned, seconds=None).save(folder / MEASURED)
         raise ValueError(
@@ -163,9 +165,7 @@ def _join(world_size: int) -> "torch.device":
     return device
 
 
-def _training(
-    folder: Path, planned: PlannedLayout, device: "torch.device", trust_code: bool
-) -> Callable[[], None]:
+def _training(folder: Path, planned: PlannedLayout, device: "torch.device") -> Callable[[], None]:
     """A function that runs one training step of the layout's model under its plan."""
     import torch
     from torch.utils._pytree import tree_map
@@ -175,14 +175,8 @@ def _training(
     from osdp.wrapper import OSDP
 
     plan, layout = Plan.load(folder / _PLAN), planned.plan.layout
-    named = (folder / _CONFIG).exists()
-    source = ModelSource(str(folder / _CONFIG), (), 1, 1)
-    if not named:
-        source = codec.load(ModelSource, folder / SOURCE)
-        if not trust_code:
-            require_no_code(folder)
-    fields = parse_fields(source.fields)
-    model, sample = build(source.model, fields, layout.samples, planned.shape.sequence)
+    shape = planned.workload.shape
+    model, sample = build(str(folder / _CONFIG), {}, layout.samples, shape.sequence)
     wrapped_model = OSDP(model, plan=plan)
     optimizer = getattr(torch.optim, plan.training.optimizer)(wrapped_model.parameters(), lr=1e-5)
 
@@ -192,8 +186,10 @@ def _training(
             return value
         whole = value.repeat(layout.microbatches, *[1] * (value.dim() - 1)).to(device)
         # Gradients of equal tokens would all be added to one row of the embedding.
-        return torch.randint_like(whole, planned.shape.vocabulary) if named else whole
+        return torch.randint_like(whole, shape.vocabulary)
 
+    # Pipeline stages and tensor-parallel ranks need the same tokens.
+    torch.manual_seed(0)
     inputs = tree_map(drawn, sample)
     targets, loss_fn = None, None
     if plan.token_slices is not None:

@@ -6,6 +6,8 @@ from typing import Annotated
 
 from typer import Option
 
+from osdp.cluster.measured_layout import MEASURED
+
 
 @dataclass(frozen=True, kw_only=True)
 class OutputFiles:
@@ -66,6 +68,11 @@ class OutputFiles:
             for name, path in (("export", self.export), ("measure", self.measure))
             if path is not None and path.exists() and not path.is_dir()
         ]
+        if self.measure is not None and (found := sorted(self.measure.glob(f"row*/{MEASURED}"))):
+            faults.append(
+                f"--measure {self.measure}: has measured {', '.join(file.parent.name for file in found)}, "
+                "which would be lost: name another folder, or delete it"
+            )
         if self.plot is not None and self.plot.suffix not in (".png", ".html"):
             faults.append(f"--plot {self.plot}: must end in .png or .html")
         if faults:

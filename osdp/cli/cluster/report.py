@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from osdp.cli.cluster.goal import GoalOptions
@@ -54,20 +53,14 @@ def write_page(
         front, parts = found.plans, whole
     else:
         some = few_parts(prices, _MOST_PARTS)
-        front, parts = (
-            (device_front if cluster.unpriced else pareto)(prices, space, advance, some).plans,
-            len(some),
-        )
-    others = [
-        replace(each, plan=each.plan and times.corrected(each.plan))
-        for each in alternatives(prices, space, plan)
-    ]
+        search = device_front if cluster.unpriced else pareto
+        front, parts = search(prices, space, advance, some).plans, len(some)
     report = ClusterReport(
         plan=plan,
         listed=tuple(listed),
-        front=tuple(map(times.corrected, front)),
+        front=tuple(times.front(front, plan)),
         all_parts=parts == whole,
-        alternatives=tuple(others),
+        alternatives=alternatives(times, space, plan),
         cluster=cluster,
         workload=prices.workload,
         goal=goal.words,

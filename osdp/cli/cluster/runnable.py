@@ -9,7 +9,14 @@ import typer
 
 from osdp.cli.cluster.exports import write_exports
 from osdp.cli.cluster.request import ClusterRequest
-from osdp.cli.models import build, changed_fields, is_folder, load_described_model, require_no_code
+from osdp.cli.models import (
+    build,
+    changed_fields,
+    described_source,
+    is_folder,
+    load_described_model,
+    require_no_code,
+)
 from osdp.cluster.cost.stage import ClusterPrices
 from osdp.cluster.cost.step import nodes_of
 from osdp.cluster.export.launch_scripts import batch_script, launch_script
@@ -25,18 +32,12 @@ if TYPE_CHECKING:
     from osdp.plan.plan import Plan
 
 
-def runnable_space(space: LayoutSpace, shape: TransformerShape) -> LayoutSpace:
+def runnable_space(space: LayoutSpace) -> LayoutSpace:
     """The layouts of a space that the runtime can run.
 
     Raises:
-        ValueError: It has context parallelism alone, or the model has experts.
+        ValueError: It has context parallelism alone.
     """
-    if shape.experts:
-        raise ValueError(
-            f"--out and --measure write plans for osdp's own runtime, which has no expert parallelism, and "
-            f"{shape.name} has experts: write configurations of other frameworks alone, by --export FOLDER, "
-            "or let osdp plan shard the model"
-        )
     if space.cp and 1 not in space.cp:
         raise ValueError(
             f"--out and --measure write plans for osdp's own runtime, which has no context parallelism: "
@@ -55,6 +56,34 @@ def traced_prices(prices: ClusterPrices, request: ClusterRequest) -> ClusterPric
     traced = traced_layers(model, sample, prices.workload)
     basis = prices.cluster, prices.workload, prices.rates, prices.profiles
     return ClusterPrices(*basis, traced, certain=prices.certain)
+
+
+def require_measurable(request: ClusterRequest) -> None:
+    """Check before the search that layouts can be trained on random tokens.
+
+    Raises:
+        ValueError: The model and its batch come from a function, or another framework is to train it.
+    """
+    if request.target is not None:
+        raise ValueError(
+            f"--measure trains layouts in osdp's own runtime, not as --target {request.target} does: leave "
+            "one of them out"
+        )
+    if is_folder(request.model) and described_source(Path(request.model)).is_from_function:
+        raise ValueError(
+            f"--measure trains language models on random tokens, and that of {request.model} comes from a "
+            "function with its own batch: write its plan by --out, and time steps of your own script"
+        )
+
+
+def is_measurable(request: ClusterRequest, shape: TransformerShape) -> bool:
+    """Whether ``--measure`` can write layouts of the model."""
+    try:
+        require_measurable(request)
+        require_buildable(request, shape)
+    except ValueError:
+        return False
+    return True
 
 
 def write_runnable(
@@ -157,20 +186,26 @@ def require_buildable(request: ClusterRequest, shape: TransformerShape) -> None:
         shape: Its shape.
 
     Raises:
-        ValueError: The folder names code that is not trusted, ``--set`` changes a model that is in a file or
-            a folder, or no known class has these dimensions.
+        ValueError: The model has experts, the folder names code that is not trusted, ``--set`` changes a
+            model that is in a file or a folder, or no known class has these dimensions.
     """
     from osdp.integrations.huggingface.shaped_models import family_of
 
     name = request.model
+    if shape.experts:
+        raise ValueError(
+            f"--out and --measure write plans for osdp's own runtime, which has no expert parallelism, and "
+            f"{shape.name} has experts: write configurations of other frameworks alone, by --export FOLDER, "
+            "or let osdp plan shard the model"
+        )
     if is_folder(name) and not request.trust_code:
         require_no_code(Path(name))
     if not (_has_model(name) or is_folder(name)):
         family_of(shape)
     elif other := sorted(changed_fields(name, request.fields)):
         raise ValueError(
-            f"--out and --measure build the model of {name}, which --set {', '.join(other)} does not "
-            "change: edit the file, or profile the other model"
+            f"--out, --measure and --measured build the model of {name}, which --set {', '.join(other)} does "
+            "not change: edit the file, or profile the other model"
         )
 
 

@@ -242,9 +242,11 @@ def _layer(
     gemms = (*_projections(shape, tokens, tp, split, width, attentions, inner), *scores)
     wide = tokens * width
     # 3. Bytes saved for backward. Split over tp ranks: queries, keys, values, attention's output and the
-    # tensors inside the feed-forward block; whole: latents, before and after their norms.
+    # tensors inside the feed-forward block, queries and keys once more before norms of their own. Latents
+    # before their norms are split as the stream is, those after them whole.
     latents = shape.query_latent + shape.kv_latent
-    attention_kept = wide * (projected + output + 2 * latents)
+    normed = (projected - values) * int(shape.head_norms)
+    attention_kept = wide * (projected + normed + output + latents + latents // split)
     feed_kept = wide * inner * (ups + 1 + int(shape.gated and not kernels.fused_gate))
     # Per score: its probability, and with dropout that after it and a mask of one byte.
     of_score = 2 * width + 1 if kernels.dropout else width
@@ -256,24 +258,21 @@ def _layer(
     # 4. Memory traffic of the other operators. Forward: norms, residuals with dropout, and copies of queries,
     # keys, values and attention's output.
     moved = (attentions + 1) * (5 * stream + masks) // split
-    moved += attentions * wide * (2 * projected + 2 * output + 2 * latents)
+    moved += attentions * wide * (2 * projected + 2 * normed + 2 * output + 2 * latents)
     # Backward: the same, plus sums of bias gradients and of both branches of each residual.
     back = (attentions + 1) * (9 * stream + masks) // split
-    back += attentions * wide * (3 * projected + 2 * output + 4 * latents)
+    back += attentions * wide * (3 * projected + 3 * normed + 2 * output + 4 * latents)
     # The activation function, then softmax and dropout of the scores.
     moved += wide * inner * (ups + 1)
     back += wide * inner * (3 * ups + 1)
-    fused = flash or _softmax_is_fused(samples * heads, s)
+    launched = (9 if flash else _KERNELS_OF_SCORES) * attentions + 7
     if not flash:
-        scores_written = samples * heads * length * s * attentions
-        # One kernel for scale, mask and softmax, or separate ones in float32: cast up, scale, mask, softmax,
-        # cast down.
-        dropped = 5 * int(kernels.dropout)  # reads and writes each, and its mask of one byte
-        moved += scores_written * (dropped + (4 if fused else 36))
-        back += scores_written * (dropped + (6 if fused else 40))
+        fused = _softmax_is_fused(samples * heads, s)
+        there, again = _score_traffic(samples * heads * length * s * attentions, fused, kernels.dropout)
+        moved, back = moved + there, back + again
+        launched += 4 * int(not fused) * attentions
     # Each weight's gradient is accumulated into that of the earlier microbatches.
     back += 3 * sum(gemm.columns * gemm.inner for gemm in gemms if gemm.count == 1) * width
-    launched = 9 * attentions + 7 + (2 * int(not flash) + 4 * int(not fused)) * attentions
     # Projections to latents and their norms; rotary positions of a part, and copies that join both parts.
     launched += 4 * int(shape.query_latent > 0) + 6 * int(shape.kv_latent > 0) + 2 * int(shape.head_norms)
     input_bytes = stream // split * (2 if item is Item.CROSS_LAYER else 1)
@@ -292,6 +291,19 @@ def _layer(
         output_bytes=input_bytes,
         cache_bytes=wide * (keys + values),
     )
+
+
+def _score_traffic(scores: int, fused: bool, dropout: bool) -> tuple[int, int]:
+    """Bytes that softmax and dropout of attention scores move in forward and in backward.
+
+    Args:
+        scores: Number of scores.
+        fused: Whether scale, mask and softmax are one kernel; otherwise there are separate ones in float32:
+            cast up, scale, mask, softmax, cast down.
+        dropout: Whether there is dropout, which reads and writes each score, and a mask of one byte.
+    """
+    dropped = 5 * int(dropout)
+    return scores * (dropped + (4 if fused else 36)), scores * (dropped + (6 if fused else 40))
 
 
 def _projections(
@@ -324,6 +336,9 @@ def _projections(
     )
     return (*of_attention * attentions, *(of_feed_forward if inner else ()))
 
+
+#: Kernels of an attention that stores its scores, whose softmax is one kernel; two fewer if it does not.
+_KERNELS_OF_SCORES = 11
 
 #: Rows of an expert's matrix products are padded to a multiple of this, which tensor cores want.
 _PADDED = 8

@@ -36,6 +36,7 @@ def breakdown(plan: ClusterPlan, cluster: Cluster, shape: TransformerShape) -> s
     dollars = plan.dollars_per_step
     price = "" if dollars is None else f", {format_dollars(dollars)} a step"
     proof = "; proven best in its space" if plan.optimal else ""
+    measured = f", measured on {plan.measured_steps} steps" * (plan.measured_steps > 0)
     rows = [("", "time", "share", "")]
     rows += [
         (name, format_seconds(seconds), f"{seconds / plan.step_seconds:.0%}", why)
@@ -51,7 +52,7 @@ def breakdown(plan: ClusterPlan, cluster: Cluster, shape: TransformerShape) -> s
     )
     blocks = [
         f"{wrapped(head)}\n{wrapped(told)}\nstep {format_seconds(plan.step_seconds)} "
-        f"({interval_text(plan.step_interval, format_seconds)} in nine of ten cases){price}{proof}",
+        f"({interval_text(plan.step_interval, format_seconds)} in nine of ten cases){measured}{price}{proof}",
         align(rows, right=(1, 2), narrow=3),
         _memory_table(plan, cluster, shape),
     ]

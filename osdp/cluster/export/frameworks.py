@@ -75,16 +75,8 @@ def megatron(plan: ClusterPlan, workload: Workload, half: str) -> Export:
         words |= {"context-parallel-size": layout.cp}
     if degrees.tp > 1 and workload.sequence_parallel:
         flags.append("sequence-parallel")
-    if shape.key_heads != shape.heads:
-        words |= {"num-query-groups": shape.key_heads}
-        flags.append("group-query-attention")
-    if shape.kv_latent:
-        words |= _megatron_latent(shape)
-        flags.append("multi-latent-attention")
-    elif shape.head_width:
-        words |= {"kv-channels": shape.head_width}
-    if shape.head_norms or shape.kv_latent:  # of latents, where there are some
-        flags.append("qk-layernorm")
+    more, named = _megatron_attention(shape)
+    words, flags = words | more, flags + named
     if not shape.positions and not shape.decoder_layers:
         words |= {"position-embedding-type": "rope"}
         if shape.rotary_base:
@@ -138,7 +130,10 @@ def megatron(plan: ClusterPlan, workload: Workload, half: str) -> Export:
 def _megatron_notes(layout: ParallelLayout, workload: Workload, half: str) -> list[str]:
     """What a model needs that neither its shape nor the layout says."""
     shape, tp = workload.shape, layout.degrees.tp
-    notes = ["what a shape does not tell: epsilon of norms, scaling of positions"]
+    notes = [
+        "what a shape does not tell: epsilon of norms, norms of queries and keys over their whole width, "
+        "scaling of positions"
+    ]
     if half == "bfloat16" and workload.gradient_bytes < 4:
         notes.append("gradients in float32, which it keeps: --target megatron-bf16 counts them")
     if shape.experts:
@@ -153,8 +148,25 @@ def _megatron_notes(layout: ParallelLayout, workload: Workload, half: str) -> li
     return notes
 
 
+def _megatron_attention(shape: TransformerShape) -> tuple[dict[str, int | str], list[str]]:
+    words: dict[str, int | str] = {}
+    flags = []
+    if shape.key_heads != shape.heads:
+        words |= {"num-query-groups": shape.key_heads}
+        flags.append("group-query-attention")
+    if shape.kv_latent:
+        words |= _megatron_latent(shape)
+        flags.append("multi-latent-attention")
+    elif shape.head_width:
+        words |= {"kv-channels": shape.head_width}
+    if shape.head_norms or shape.kv_latent:  # of latents, where there are some
+        flags.append("qk-layernorm")
+    return words, flags
+
+
 def _megatron_latent(shape: TransformerShape) -> dict[str, int | str]:
     words: dict[str, int | str] = {
+        "rope-type": "rope",  # yarn by default, whose scaling a shape does not tell
         "kv-lora-rank": shape.kv_latent,
         "qk-head-dim": shape.width,
         "qk-pos-emb-head-dim": shape.rotary_width,

@@ -42,10 +42,12 @@ def node_table(plan: ClusterPlan, cluster: Cluster) -> str:
 def launch_script(plan: ClusterPlan, cluster: Cluster, program: str) -> str:
     """Shell script that starts ``program`` on one node; its argument is the number of the node."""
     order = node_order(plan.slots)
+    called = "# The program is yours: it calls OSDP(model, plan=Plan.load(...)) with the exported plan."
+    own = [] if program.startswith("-m osdp ") else [called]
     lines = [
         "#!/usr/bin/env bash",
         f"# bash launch.sh NODE on each of {len(order)} nodes; MASTER_ADDR is the address of node 0.",
-        "# The program is yours: it calls OSDP(model, plan=Plan.load(...)) with the exported plan.",
+        *own,
         'cd "$(dirname "$0")"',
         ': "${MASTER_ADDR:?address of node 0}"',
         'case "${1:?number of this node}" in',

@@ -130,7 +130,7 @@ def text_table(plans: Sequence[ClusterPlan], cluster: Cluster, steps: int | None
     right = [0, *range(7, len(rows[0]))]
     notes = ["below times and peaks: where nine of ten measured ones lie"]
     if any(plan.measured_steps for plan in plans):
-        notes.append("(m) measured; all other times are corrected by what was")
+        notes.append("(m) measured")
     if not all(plan.fits for plan in plans):
         notes.append("(!) does not fit the memory of its devices")
     if any(plan.may_not_fit for plan in plans):
@@ -138,17 +138,18 @@ def text_table(plans: Sequence[ClusterPlan], cluster: Cluster, steps: int | None
     return "\n".join([align(rows, right=right, narrow=1), *notes])
 
 
-def ties_text(plans: Sequence[ClusterPlan]) -> str:
+def ties_text(plans: Sequence[ClusterPlan], measurable: bool = False) -> str:
     """Which rows of a table cannot be told apart, and what to measure; empty if none is as good as the first.
 
     Args:
         plans: The plans of the rows, best first.
+        measurable: Whether ``osdp cluster plan --measure`` can write them.
     """
     tied, measured = ties(plans), worth_measuring(plans)
     if not measured:
         return ""
     run = all(plans[index].layout.cp == plans[index].layout.ep == 1 for index in measured)
-    taken = " (--measure FOLDER writes what measures them)" * run
+    taken = " (--measure FOLDER writes what measures them)" * (measurable and run)
     return wrapped(
         f"rows {_rows_text(tied)} cannot be told apart: their times differ by less than the errors of their "
         f"predictions; ten minutes of rows {_rows_text(measured)} each would decide{taken}"

@@ -7,25 +7,27 @@ but the chosen one; all other decisions may change with it.
 from collections.abc import Callable
 from dataclasses import replace
 
-from osdp.cluster.cost.stage import ClusterPrices
 from osdp.cluster.cost.step import nodes_of
 from osdp.cluster.explanation import ClusterAlternative
 from osdp.cluster.plan import ClusterPlan, ParallelLayout
 from osdp.cluster.search.layouts import best_layouts
+from osdp.cluster.search.measured_times import MeasuredTimes
+from osdp.cluster.search.objectives import PlannerGoal
 from osdp.cluster.search.space import LayoutSpace, families
 
 
 def alternatives(
-    prices: ClusterPrices, space: LayoutSpace, plan: ClusterPlan
+    times: MeasuredTimes, space: LayoutSpace, plan: ClusterPlan
 ) -> tuple[ClusterAlternative, ...]:
     """The best layout for each decision of ``plan`` that is decided otherwise, where that is possible.
 
     Args:
-        prices: Costs of the workload on the cluster.
+        times: What was measured, with the costs of the workload on the cluster.
         space: Choices that were allowed.
         plan: The plan.
     """
-    counts, layout = nodes_of(plan.slots), plan.layout
+    counts, layout, prices = nodes_of(plan.slots), plan.layout, times.prices
+    goal = PlannerGoal()
     plains = [family.plain for family in families(prices.cluster, counts, prices.workload, space)]
 
     def values(value: Callable[[ParallelLayout], int], least: int = 1) -> tuple[int, ...]:
@@ -63,7 +65,8 @@ def alternatives(
         # An empty tuple of degrees would allow all of them.
         if not getattr(other, name):
             continue
-        result = best_layouts(prices, other, counts=counts)
+        result = best_layouts(prices, other, counts=counts, top=times.wider(goal).top)
+        result = times.ranked(result, other, goal, counts)
         if result.candidates:
             found.append(ClusterAlternative(name, result.plans[0] if result.plans else None))
     return tuple(found)

@@ -7,6 +7,7 @@ from itertools import accumulate
 from osdp.cluster.cost.stage import ClusterPrices
 from osdp.cluster.cost.step import price
 from osdp.cluster.plan import ClusterPlan
+from osdp.cluster.search.measured_times import MeasuredTimes
 from osdp.cluster.search.objectives import Objective, PlannerGoal, best_plans, parts_of
 from osdp.cluster.search.space import (
     LONG_SEQUENCE,
@@ -102,28 +103,27 @@ def check_space(prices: ClusterPrices, space: LayoutSpace, *, parts: bool = Fals
     raise ValueError("no layout is possible: " + ("; ".join(faults) or "the choices contradict each other"))
 
 
-def no_plan_error(prices: ClusterPrices, space: LayoutSpace, goal: PlannerGoal) -> Exception:
+def no_plan_error(times: MeasuredTimes, space: LayoutSpace, goal: PlannerGoal) -> Exception:
     """Exception that explains why the search returned no plan.
 
     Args:
-        prices: Costs of the workload on the cluster.
+        times: What was measured, with the costs of the workload on the cluster.
         space: Allowed choices.
         goal: Objective and limits of the search.
 
     Returns:
-        ``ValueError`` with the best plan without limits if a limit on time or cost excludes it, otherwise
-        ``InfeasibleError`` with the layout that comes closest to fitting.
+        ``ValueError`` with the best plan without limits if a limit on time or cost excludes it, or if all
+        that fit as predicted ran out of memory; otherwise ``InfeasibleError`` with the layout that comes
+        closest to fitting.
     """
+    prices = times.prices
     # 1. A limit on time or cost: search again without limits, for the minimum of the time if that is limited,
     # otherwise of the cost.
     if goal.step_dollars < math.inf or goal.step_seconds < math.inf:
         by_time = goal.step_seconds < math.inf
         objective, which = (Objective.TIME, "fastest") if by_time else (Objective.COST, "cheapest")
-        free = best_plans(
-            prices,
-            space,
-            replace(goal, objective=objective, top=1, step_dollars=math.inf, step_seconds=math.inf),
-        )
+        unlimited = replace(goal, objective=objective, top=1, step_dollars=math.inf, step_seconds=math.inf)
+        free = times.ranked(best_plans(prices, space, times.wider(unlimited)), space, unlimited)
         if free.plans:
             best = free.plans[0]
             dollars = best.dollars_per_step
@@ -134,7 +134,13 @@ def no_plan_error(prices: ClusterPrices, space: LayoutSpace, goal: PlannerGoal) 
                 f"no step takes at most {' and '.join(limits)}; the {which} without a limit takes "
                 f"{format_seconds(best.step_seconds)}{cost}"
             )
-    # 2. Memory: the layout with the smallest shortfall, with evenly divided stages.
+    # 2. Memory as measured.
+    if times.measured and best_plans(prices, space, PlannerGoal(parts=goal.parts)).plans:
+        return ValueError(
+            "all layouts that fit as predicted ran out of memory when they were measured: more nodes, or a "
+            "smaller global batch"
+        )
+    # 3. Memory as predicted: the layout with the smallest shortfall, with evenly divided stages.
     known = families(prices.cluster, prices.cluster.counts, prices.workload, space)
     plans = [plan for family in known for plan in _even_plans(prices, family)]
     least = min(plans, key=lambda plan: plan.peak.total - plan.peak.limit)

@@ -5,25 +5,26 @@ layouts of a model on a machine, ``o_i`` is the layout's own. Both are normally 
 deviations that follow from a plan's :class:`osdp.cluster.spread.Spread`. Of measured layouts with logarithms
 ``e_i``, known up to the noise ``n_i`` of their steps, ``s`` has the posterior mean ::
 
-    (m / v + sum_i e_i / (o^2 + n_i^2)) / (1 / v + sum_i 1 / (o^2 + n_i^2))
+    sum_i e_i / (o^2 + n_i^2) / (1 / v + sum_i 1 / (o^2 + n_i^2))
 
-with ``m`` and ``v`` its mean and variance before (Gelman et al., "Bayesian Data Analysis", 3rd edition 2013,
-section 2.5); the inverse of the second factor is its variance. A layout that was measured takes what was
-measured; all others are scaled by ``exp(s)``, which leaves their order as it is.
+with ``v`` its variance before, when its mean is 0 (Gelman et al., "Bayesian Data Analysis", 3rd edition 2013,
+section 2.5); the inverse of the divisor is its variance. A layout that was measured takes what was measured;
+all others are scaled by ``exp(s)``, which leaves their order as it is. Where the plan that ran differs from
+its layout, its logarithm says nothing about ``s``.
 """
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from statistics import fmean
 
 from osdp.cluster.cost.stage import ClusterPrices
 from osdp.cluster.cost.step import nodes_of, price
-from osdp.cluster.measured_layout import MeasuredLayout
+from osdp.cluster.measured_layout import MeasuredLayout, kinds_of
 from osdp.cluster.plan import ClusterPlan
 from osdp.cluster.search.layouts import SearchResult
-from osdp.cluster.search.objectives import PlannerGoal, value_of
+from osdp.cluster.search.objectives import PlannerGoal, pareto_front, value_of
 from osdp.cluster.search.space import LayoutSpace, families
 from osdp.cluster.spread import Spread
 
@@ -31,6 +32,27 @@ from osdp.cluster.spread import Spread
 _NINE_TENTHS = 1.645
 #: Least relative deviation between two runs of the same layout: a guess, repeat runs to know yours.
 _LEAST = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class _Measured:
+    """All measurements of one layout: the layout as it is predicted, and what its steps took.
+
+    Attributes:
+        plan: The layout, as predicted.
+        seconds: Seconds of a step; ``None`` if a device ran out of memory.
+        noise: Standard deviation of their logarithm.
+        deviation: Standard deviation of single steps, as a share of the seconds.
+        steps: Number of measured steps.
+        told: Whether the plan that ran is that of the layout.
+    """
+
+    plan: ClusterPlan
+    seconds: float | None
+    noise: float
+    deviation: float
+    steps: int
+    told: bool
 
 
 class MeasuredTimes:
@@ -45,29 +67,31 @@ class MeasuredTimes:
         """Compare measured layouts with their predictions under ``prices``.
 
         Raises:
-            ValueError: They are of another model, batch or cluster; all faults are listed.
+            ValueError: They are of another model, batch or cluster, or contradict each other; all faults are
+                listed.
         """
         _require_alike(prices, measured)
         self.measured = tuple(measured)
         self.prices = prices
-        self._by_place = {_place(each.plan): each for each in self.measured}
+        groups: dict[tuple[object, ...], list[MeasuredLayout]] = {}
+        for each in measured:
+            groups.setdefault(_place(each.plan), []).append(each)
+        self._by_place = {place: _pooled(prices, group) for place, group in groups.items()}
 
     @cached_property
     def shared(self) -> tuple[float, float]:
         """Mean and variance of the logarithm of the factor that all layouts share."""
-        pairs = [(found, self._predicted(found)) for found in self.measured if found.seconds is not None]
-        if not pairs:
-            return 0.0, 0.0
-        means, variances = zip(*(_shared_before(plan.spread) for _, plan in pairs), strict=True)
-        mean, variance = fmean(means), fmean(variances)
+        pairs = [
+            (each, each.seconds) for each in self._by_place.values() if each.seconds is not None and each.told
+        ]
+        variance = fmean([_shared_variance(each.plan.spread) for each, _ in pairs]) if pairs else 0.0
         if not variance:
             return 0.0, 0.0
-        weights, total = 1 / variance, mean / variance
-        for found, plan in pairs:
-            assert found.seconds is not None
-            weight = 1 / ((plan.spread.own / _NINE_TENTHS) ** 2 + _noise(found) ** 2)
+        weights, total = 1 / variance, 0.0
+        for each, seconds in pairs:
+            weight = 1 / ((each.plan.spread.own / _NINE_TENTHS) ** 2 + each.noise**2)
             weights += weight
-            total += weight * math.log(found.seconds / plan.step_seconds)
+            total += weight * math.log(seconds / each.plan.step_seconds)
         return total / weights, 1 / weights
 
     @property
@@ -75,46 +99,68 @@ class MeasuredTimes:
         """Factor of the seconds of layouts that were not measured."""
         return math.exp(self.shared[0])
 
-    def corrected(self, plan: ClusterPlan) -> ClusterPlan:
-        """A plan with the seconds that the measurements make likely, and their spread."""
-        if not self.measured:
-            return plan
-        found = self._by_place.get(_place(plan))
-        if found is not None and found.seconds is not None:
-            # Ninety of a hundred steps of that run lie between these, and the next run's median.
-            step, run = (_NINE_TENTHS * each for each in (max(found.deviation, _LEAST), _noise(found)))
-            spread = replace(plan.spread, low=math.exp(-step), high=math.exp(step), own=run)
-            return replace(
-                _scaled(plan, found.seconds / plan.step_seconds), spread=spread, measured_steps=found.steps
-            )
-        if not self.factor_is_known:
-            return plan
-        own = plan.spread.own / _NINE_TENTHS
-        wide = _NINE_TENTHS * math.hypot(own, self.shared[1] ** 0.5)
-        spread = replace(plan.spread, low=math.exp(-wide), high=math.exp(wide))
-        return replace(_scaled(plan, self.factor), spread=spread)
-
     @property
     def factor_is_known(self) -> bool:
         """Whether the measurements tell a factor that all layouts share."""
         return self.shared[1] > 0
 
+    def corrected(self, plan: ClusterPlan) -> ClusterPlan:
+        """A plan with the seconds that the measurements make likely, and their spread.
+
+        A layout that ran out of memory is corrected as if it had not been measured (:meth:`ran_out`).
+        """
+        found = self._by_place.get(_place(plan))
+        if found is not None and found.seconds is not None:
+            # Ninety of a hundred steps of that run lie between these, and the next run's median. It ran, so
+            # that its memory is what it is said to be.
+            step, run = (_NINE_TENTHS * each for each in (max(found.deviation, _LEAST), found.noise))
+            spread = Spread(math.exp(-step), math.exp(step), own=run, peak_low=1.0, peak_high=1.0)
+            return replace(
+                _scaled(plan, found.seconds / plan.step_seconds), spread=spread, measured_steps=found.steps
+            )
+        if not self.factor_is_known:
+            return plan
+        shared = _NINE_TENTHS * self.shared[1] ** 0.5
+        wide = math.hypot(plan.spread.own, shared)
+        spread = replace(plan.spread, low=math.exp(-wide), high=math.exp(wide), shared=shared)
+        return replace(_scaled(plan, self.factor), spread=spread)
+
+    def ran_out(self, plan: ClusterPlan) -> bool:
+        """Whether a layout ran out of memory when it was measured."""
+        found = self._by_place.get(_place(plan))
+        return found is not None and found.seconds is None
+
+    def told(self) -> str:
+        """What the measurements say about layouts that were not measured, as text; empty without any."""
+        if not self.measured:
+            return ""
+        if self.factor_is_known:
+            return f"times of rows without (m) are {self.factor:.2f} times what is predicted, by those with"
+        return "times of rows without (m) are as predicted: what was measured says nothing about them"
+
     def wider(self, goal: PlannerGoal) -> PlannerGoal:
         """The goal of a search by predicted times that finds all plans that may reach ``goal``."""
         return replace(
             goal,
-            top=goal.top + len(self.measured),
+            top=goal.top + len(self._by_place),
             step_seconds=goal.step_seconds / self.factor,
             step_dollars=goal.step_dollars / self.factor,
         )
 
-    def ranked(self, found: SearchResult, space: LayoutSpace, goal: PlannerGoal) -> SearchResult:
+    def ranked(
+        self,
+        found: SearchResult,
+        space: LayoutSpace,
+        goal: PlannerGoal,
+        counts: tuple[int, ...] | None = None,
+    ) -> SearchResult:
         """The best plans of a search by their corrected times.
 
         Args:
             found: Result of the search for :meth:`wider` ``(goal)``.
             space: Choices that were allowed.
             goal: Objective and limits.
+            counts: Number of nodes of each kind, if other than of the goal.
 
         Returns:
             The search's result with the first ``goal.top`` of its plans and the measured ones of the space;
@@ -122,49 +168,60 @@ class MeasuredTimes:
         """
         if not self.measured:
             return found
+        if counts is None and not goal.parts:
+            counts = self.prices.cluster.counts
         plans = {_place(plan): plan for plan in found.plans}
-        for each in self.measured:
-            plan = self._predicted(each)
-            if _place(plan) not in plans and self._is_allowed(plan, space, goal):
-                plans[_place(plan)] = plan
-        failed = {_place(each.plan) for each in self.measured if each.seconds is None}
-        corrected = [self.corrected(plan) for place, plan in plans.items() if place not in failed]
+        for place, each in self._by_place.items():
+            if place not in plans and self._is_allowed(each.plan, space, counts):
+                plans[place] = each.plan
+        corrected = [self.corrected(plan) for plan in plans.values() if not self.ran_out(plan)]
         kept = sorted(
             (plan for plan in corrected if _reaches(plan, goal)), key=lambda plan: value_of(plan, goal)
         )
         best = tuple(replace(plan, optimal=not rank) for rank, plan in enumerate(kept[: goal.top]))
         return replace(found, plans=best)
 
-    def _predicted(self, found: MeasuredLayout) -> ClusterPlan:
-        plan = found.plan
-        return price(self.prices, plan.layout, plan.bounds, plan.slots)
+    def front(self, plans: Sequence[ClusterPlan], best: ClusterPlan) -> list[ClusterPlan]:
+        """A front of predicted times and costs by corrected times; by devices where prices are unknown.
 
-    def _is_allowed(self, plan: ClusterPlan, space: LayoutSpace, goal: PlannerGoal) -> bool:
-        counts = nodes_of(plan.slots)
-        if counts != self.prices.cluster.counts and not goal.parts:
+        Args:
+            plans: The front.
+            best: The best plan by corrected times, which takes the place of the front's on its nodes.
+        """
+        if not self.measured:
+            return list(plans)
+        nodes = nodes_of(best.slots)
+        others = [
+            self.corrected(plan) for plan in plans if nodes_of(plan.slots) != nodes and not self.ran_out(plan)
+        ]
+        unpriced = bool(self.prices.cluster.unpriced)
+        return pareto_front([best, *others], (lambda plan: plan.layout.world_size) if unpriced else None)
+
+    def _is_allowed(self, plan: ClusterPlan, space: LayoutSpace, counts: tuple[int, ...] | None) -> bool:
+        used = nodes_of(plan.slots)
+        if counts not in (None, used):
             return False
-        near = families(self.prices.cluster, counts, self.prices.workload, space)
+        near = families(self.prices.cluster, used, self.prices.workload, space)
         return any(plan.layout in family.layouts for family in near)
 
 
 def _require_alike(prices: ClusterPrices, measured: Sequence[MeasuredLayout]) -> None:
-    workload = prices.workload
-    kinds = tuple(group.node.name for group in prices.cluster.groups)
+    workload, kinds = prices.workload, kinds_of(prices.cluster)
     faults = []
-    for found in measured:
-        layout = found.plan.layout
-        samples = layout.samples * layout.microbatches * layout.degrees.dp
-        planned = found.planned
-        if planned.shape != workload.shape:
-            faults.append(
-                f"{planned.shape.name} was measured, of other dimensions than {workload.shape.name}"
-            )
-        if samples != workload.global_batch:
-            faults.append(f"a global batch of {samples} was measured, not {workload.global_batch}")
+    for planned in (found.planned for found in measured):
+        was = planned.workload
+        if was.shape != workload.shape:
+            faults.append(f"{was.shape.name} was measured, of other dimensions than {workload.shape.name}")
+        faults += [
+            f"{each.name.replace('_', ' ')} {getattr(was, each.name)} was measured, not "
+            f"{getattr(workload, each.name)}"
+            for each in fields(workload)
+            if each.name != "shape" and getattr(was, each.name) != getattr(workload, each.name)
+        ]
         if planned.nodes != kinds:
-            faults.append(f"nodes of kinds {', '.join(planned.nodes)} were measured, not {', '.join(kinds)}")
+            faults.append(f"{', '.join(planned.nodes)} were measured, not {', '.join(kinds)}")
             continue
-        used = zip(kinds, nodes_of(found.plan.slots), prices.cluster.counts, strict=True)
+        used = zip(kinds, nodes_of(planned.plan.slots), prices.cluster.counts, strict=True)
         faults += [
             f"{count} nodes of {kind} were measured, and the cluster has {there}"
             for kind, count, there in used
@@ -174,11 +231,37 @@ def _require_alike(prices: ClusterPrices, measured: Sequence[MeasuredLayout]) ->
         raise ValueError(f"--measured: {'; '.join(dict.fromkeys(faults))}")
 
 
-def _shared_before(spread: Spread) -> tuple[float, float]:
-    """Mean and variance of the logarithm of the shared factor, before anything is measured."""
-    low, high = math.log(spread.low), math.log(spread.high)
-    deviation = (high - low) / 2 / _NINE_TENTHS
-    return (low + high) / 2, max(deviation**2 - (spread.own / _NINE_TENTHS) ** 2, 0.0)
+def _pooled(prices: ClusterPrices, group: Sequence[MeasuredLayout]) -> _Measured:
+    """All measurements of one layout as one: their mean, weighted by how well each is known."""
+    plan = group[0].plan
+    ran = [(each, each.seconds) for each in group if each.seconds is not None]
+    if ran and len(ran) < len(group):
+        layout = plan.layout
+        raise ValueError(
+            f"--measured: microbatches of {layout.samples} at tp={layout.degrees.tp} pp={layout.degrees.pp} "
+            f"dp={layout.degrees.dp} ran in {len(ran)} measurements and ran out of memory in "
+            f"{len(group) - len(ran)}: leave the wrong ones out"
+        )
+    predicted = price(prices, plan.layout, plan.bounds, plan.slots)
+    told = not any(each.planned.departures for each in group)
+    if not ran:
+        return _Measured(predicted, None, 0.0, 0.0, 0, told)
+    weights = [1 / _noise(each) ** 2 for each, _ in ran]
+    mean = sum(weight * math.log(seconds) for weight, (_, seconds) in zip(weights, ran, strict=True))
+    return _Measured(
+        plan=predicted,
+        seconds=math.exp(mean / sum(weights)),
+        noise=sum(weights) ** -0.5,
+        deviation=max(each.deviation for each, _ in ran),
+        steps=sum(each.steps for each, _ in ran),
+        told=told,
+    )
+
+
+def _shared_variance(spread: Spread) -> float:
+    """Variance of the logarithm of the shared factor, before anything is measured."""
+    deviation = math.log(spread.high / spread.low) / 2 / _NINE_TENTHS
+    return max(deviation**2 - (spread.own / _NINE_TENTHS) ** 2, 0.0)
 
 
 def _noise(found: MeasuredLayout) -> float:
@@ -191,7 +274,7 @@ def _scaled(plan: ClusterPlan, factor: float) -> ClusterPlan:
 
 
 def _place(plan: ClusterPlan) -> tuple[object, ...]:
-    return plan.layout, plan.bounds, plan.slots, plan.runs
+    return plan.layout, plan.bounds, plan.slots
 
 
 def _reaches(plan: ClusterPlan, goal: PlannerGoal) -> bool:

@@ -153,11 +153,14 @@ def device_front(
     return SearchResult(tuple(reversed(front)), *totals)
 
 
-def pareto_front(plans: Sequence[ClusterPlan]) -> list[ClusterPlan]:
-    """The plans that no other plan dominates in time and cost; fastest first."""
+def pareto_front(
+    plans: Sequence[ClusterPlan], cost: Callable[[ClusterPlan], float] | None = None
+) -> list[ClusterPlan]:
+    """The plans that no other plan dominates in time and cost, by default dollars; fastest first."""
+    cost = cost or _cost
     front: list[ClusterPlan] = []
-    for plan in sorted(plans, key=lambda plan: (plan.step_seconds, _cost(plan))):
-        if not front or _cost(plan) < _cost(front[-1]):
+    for plan in sorted(plans, key=lambda plan: (plan.step_seconds, cost(plan))):
+        if not front or cost(plan) < cost(front[-1]):
             front.append(plan)
     return front
 

@@ -9,6 +9,7 @@ import io
 import pickle
 import re
 import sys
+from enum import Enum, EnumType
 from pathlib import Path
 from typing import IO, Any
 
@@ -37,6 +38,13 @@ _OTHERS = {
 }
 
 
+def _enum_member(kind: Any, name: str) -> Enum:
+    """``getattr(kind, name)`` of enums alone, as which Python 3.11 before 3.11.5 pickles their members."""
+    if not (isinstance(kind, EnumType) and name in kind.__members__):
+        raise pickle.UnpicklingError(f"it names the attribute {name!r}, which no metadata consists of")
+    return kind.__members__[name]
+
+
 class _Unpickler(pickle.Unpickler):
     def __init__(self, content: bytes) -> None:
         super().__init__(io.BytesIO(content))
@@ -44,6 +52,8 @@ class _Unpickler(pickle.Unpickler):
         self._named: list[tuple[Any, dict[str, Any]]] = []
 
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return _enum_member
         known = module in _METADATA_MODULES and name in _METADATA_CLASSES
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if not (known or is_dtype or (module, name) in _OTHERS):

@@ -58,7 +58,7 @@ def test_steps_are_fitted_and_priced_with(tmp_path: Path, cluster: Path, capsys)
 
 def test_a_share_that_cannot_be_is_warned_of(tmp_path: Path, cluster: Path, capsys) -> None:
     """Steps without recomputation, taken for ones with it, need matrix units faster than specified."""
-    data = write_csv(tmp_path / "steps.csv", timed(grid(), replace(TRUE, matrix_share=1.7))[::4])
+    data = write_csv(tmp_path / "steps.csv", timed(grid(), replace(TRUE, matrix_share=2.5))[::4])
     run("calibrate", "--data", data, "--cluster", cluster, "--out", tmp_path / "calibration.json")
     printed = capsys.readouterr().out
     assert "more than is specified" in printed and "the fitted matrix_share" in printed

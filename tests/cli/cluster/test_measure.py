@@ -38,9 +38,11 @@ def started(folder: Path, ranks: int) -> "subprocess.CompletedProcess[str]":
 def test_layouts_are_measured_and_planned_with(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder, table = tmp_path / "measure", tmp_path / "rows.json"
     asked = ["cluster", "plan", *words(tmp_path), "--tp", "1", "--top", "4"]
+    run(*asked)
+    assert "--measure FOLDER writes what measures them" in capsys.readouterr().out
     run(*asked, "--measure", str(folder))
     told = capsys.readouterr().out
-    assert "--measure FOLDER writes what measures them" in told and f"--measured {folder}" in told
+    assert "--measure FOLDER writes" not in told and f"--measured {folder}" in told
     rows = sorted(folder.iterdir())
     assert 2 <= len(rows) <= 3
     assert "-m osdp cluster measure ." in (rows[0] / "launch.sh").read_text(encoding="utf8")
@@ -54,7 +56,8 @@ def test_layouts_are_measured_and_planned_with(tmp_path: Path, capsys: pytest.Ca
     # On two processors a step takes many times what two A100 would, and the other rows become the first.
     run(*asked, "--measured", str(folder), "--json", str(table))
     planned = json.loads(table.read_text(encoding="utf8"))
-    assert "(m) measured" in capsys.readouterr().out or planned[0]["measured steps"] == 0
+    assert "times what is predicted, by those with" in capsys.readouterr().out
+    assert planned[0]["measured steps"] == 0
     degrees, layout = found.plan.layout.degrees, found.plan.layout
     words_of = ["--tp", "1", "--pp", str(degrees.pp), "--dp", str(degrees.dp)]
     words_of += [
@@ -73,10 +76,23 @@ def test_layouts_are_measured_and_planned_with(tmp_path: Path, capsys: pytest.Ca
         again.returncode != 0
         and "the layout is for 2 ranks, and 1 were started" in again.stderr + again.stdout
     )
-    # What an earlier call wrote is gone.
-    run(*asked, "--measure", str(folder), "--pp", "1")
-    assert not list(folder.rglob("measured.json"))
-    assert Plan.load(next(folder.iterdir()) / "plan.json").dp == 2
+    # What was measured is kept; what was only written before is gone, but for what is not a layout.
+    with pytest.raises(RuntimeError, match=r"has measured row.*, which would be lost: name another folder"):
+        run(*asked, "--measure", str(folder))
+    (rows[0] / "measured.json").unlink()
+    (folder / "rows.txt").write_text("mine")
+    (folder / "row9").mkdir()
+    run(*asked, "--measure", str(folder), "--pp", "1", "--micro-batch", "1")
+    assert sorted(path.name for path in folder.iterdir())[-2:] == ["row9", "rows.txt"]
+    assert Plan.load(folder / "row1" / "plan.json").dp == 2
+
+
+def test_stages_are_measured_on_the_same_tokens(tmp_path: Path) -> None:
+    folder = tmp_path / "measure"
+    run("cluster", "plan", *words(tmp_path), "--tp", "1", "--pp", "2", "--top", "1", "--measure", str(folder))
+    done = started(folder / "row1", 2)
+    assert done.returncode == 0, done.stderr
+    assert MeasuredLayout.load(folder / "row1" / "measured.json").plan.layout.degrees.pp == 2
 
 
 def test_bad_input_is_told_in_one_line(tmp_path: Path) -> None:
@@ -85,6 +101,9 @@ def test_bad_input_is_told_in_one_line(tmp_path: Path) -> None:
         ("--measure", str(tmp_path / "file")): "is a file, not a folder",
         ("--measured", str(tmp_path)): r"has no measured\.json: osdp cluster measure writes it",
         ("--measure", str(tmp_path / "row"), "--set", "experts=8", "--set", "experts_per_token=2"): "experts",
+        ("--measure", str(tmp_path / "row"), "--every"): "--every lists all",
+        ("--measure", str(tmp_path / "row"), "--objective", "pareto"): "nodes of its own",
+        ("--measure", str(tmp_path / "row"), "--target", "fsdp"): "not as --target fsdp does",
     }
     for arguments, message in faults.items():
         with pytest.raises(RuntimeError, match=f"^error: .*{message}"):

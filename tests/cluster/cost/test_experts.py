@@ -200,7 +200,7 @@ def test_configurations_of_transformers_are_read() -> None:
         with torch.device("meta"):
             model = transformers.AutoModelForCausalLM.from_config(config)
         shape = shape_from_config(config.to_dict(), config.model_type)
-        assert shape.experts == 8 if config is not mixtral else 4
+        assert shape.experts == (8 if config is not mixtral else 4)
         assert shape.num_parameters == sum(p.numel() for p in model.parameters())
     partly = qwen.to_dict() | {"decoder_sparse_step": 2}
     with pytest.raises(ValueError, match="some of its layers alone"):

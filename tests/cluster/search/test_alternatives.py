@@ -6,6 +6,7 @@ from osdp.cluster.cost.stage import ClusterPrices
 from osdp.cluster.plan import ClusterPlan
 from osdp.cluster.search.alternatives import alternatives
 from osdp.cluster.search.layouts import best_layouts, every_layout
+from osdp.cluster.search.measured_times import MeasuredTimes
 from osdp.cluster.search.objectives import device_front, few_parts, parts_of
 from osdp.cluster.search.space import LayoutSpace
 from tests.helpers.clusters import FAST, SLOW, cluster, node_type, workload
@@ -35,7 +36,7 @@ def test_an_alternative_is_the_best_layout_that_decides_otherwise(
     space = LayoutSpace(dp=dp, zero=(0, 1), token_slices=(1, 2))
     plan = best_layouts(prices, space).plans[0]
     every = [each for each in every_layout(prices, space) if each.fits]
-    found = alternatives(prices, space, plan)
+    found = alternatives(MeasuredTimes(prices, ()), space, plan)
     expected = {"pp", "dp", "samples", "schedules", "recompute"} | ({"zero"} if dp else set())
     assert {each.decision for each in found} >= expected
     for each in found:
@@ -50,7 +51,7 @@ def test_an_alternative_is_the_best_layout_that_decides_otherwise(
 def test_what_is_given_has_no_alternative(prices: ClusterPrices) -> None:
     space = LayoutSpace(pp=(1,), dp=(6,), zero=(1,), samples=(1,), schedules=("1f1b",))
     plan = best_layouts(prices, space).plans[0]
-    assert {each.decision for each in alternatives(prices, space, plan)} == {"recompute"}
+    assert {each.decision for each in alternatives(MeasuredTimes(prices, ()), space, plan)} == {"recompute"}
 
 
 def test_the_front_of_devices_is_what_nothing_beats(prices: ClusterPrices) -> None:

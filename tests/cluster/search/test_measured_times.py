@@ -8,12 +8,15 @@ import numpy as np
 import pytest
 
 from osdp.cluster.cost.stage import ClusterPrices
-from osdp.cluster.measured_layout import MeasuredLayout, PlannedLayout, load_measured
-from osdp.cluster.plan import ClusterPlan
+from osdp.cluster.measured_layout import MeasuredLayout, PlannedLayout, kinds_of, load_measured
+from osdp.cluster.plan import ClusterPlan, RecomputeLayers
+from osdp.cluster.search.alternatives import alternatives
+from osdp.cluster.search.infeasible import no_plan_error
 from osdp.cluster.search.measured_times import MeasuredTimes
-from osdp.cluster.search.objectives import Objective, PlannerGoal, best_plans, parts_of
+from osdp.cluster.search.objectives import Objective, PlannerGoal, best_plans, pareto, parts_of
 from osdp.cluster.search.space import LayoutSpace
 from osdp.cluster.spread import PUBLISHED_SPREAD
+from osdp.text import format_seconds
 from tests.helpers.clusters import FAST, SLOW, cluster, node_type, workload
 
 DEVICES = cluster((node_type(FAST, 4, per_hour=8.0), 2))
@@ -32,11 +35,15 @@ def plans(prices: ClusterPrices) -> tuple[ClusterPlan, ...]:
 
 
 def measured(
-    prices: ClusterPrices, plan: ClusterPlan, factor: float | None, deviation: float = 0.0
+    prices: ClusterPrices,
+    plan: ClusterPlan,
+    factor: float | None,
+    deviation: float = 0.0,
+    departures: tuple[str, ...] = (),
 ) -> MeasuredLayout:
-    nodes = tuple(group.node.name for group in prices.cluster.groups)
+    planned = PlannedLayout(plan, prices.workload, kinds_of(prices.cluster), departures)
     seconds = None if factor is None else factor * plan.step_seconds
-    return MeasuredLayout(PlannedLayout(plan, prices.workload.shape, nodes), seconds, deviation, 100)
+    return MeasuredLayout(planned, seconds, deviation, 100)
 
 
 def searched(
@@ -73,7 +80,7 @@ def test_the_others_follow_as_far_as_errors_are_shared(
     low, high, own = math.log(spread.low), math.log(spread.high), spread.own / 1.645
     deviation = math.sqrt(((high - low) / 2 / 1.645) ** 2 - own**2)
     grid = np.linspace(-1, 1, 20001)
-    density = np.exp(-0.5 * ((grid - (low + high) / 2) / deviation) ** 2)
+    density = np.exp(-0.5 * (grid / deviation) ** 2)
     for factor in factors:
         density *= np.exp(-0.5 * (math.log(factor) - grid) ** 2 / (own**2 + 0.01**2))
     mean = (density * grid).sum() / density.sum()
@@ -114,6 +121,85 @@ def test_the_ranking_is_that_of_all_corrected_layouts(
         assert [plan.optimal for plan in ranked] == [True] + 5 * [False]
 
 
+def test_layouts_that_ran_otherwise_tell_nothing_about_the_others(
+    prices: ClusterPrices, plans: tuple[ClusterPlan, ...]
+) -> None:
+    times = MeasuredTimes(prices, [measured(prices, plans[0], 1.4, departures=("ZeRO 2 becomes ...",))])
+    assert times.corrected(plans[0]).step_seconds == pytest.approx(1.4 * plans[0].step_seconds)
+    assert not times.factor_is_known and times.corrected(plans[1]) is plans[1]
+    assert "as predicted" in times.told()
+
+
+def test_measurements_of_one_layout_are_pooled(prices: ClusterPrices, plans: tuple[ClusterPlan, ...]) -> None:
+    """Weighted by what each is known to: here 2 and 4 % of deviation over 100 steps, at least 1 %."""
+    runs = [measured(prices, plans[0], 1.2, 0.02), measured(prices, plans[0], 1.4, 0.4)]
+    noise = [0.01, math.sqrt(math.pi / 2 / 100) * 0.4]
+    weights = [each**-2 for each in noise]
+    mean = (weights[0] * math.log(1.2) + weights[1] * math.log(1.4)) / sum(weights)
+    times = MeasuredTimes(prices, runs)
+    found = times.corrected(plans[0])
+    assert found.step_seconds == pytest.approx(plans[0].step_seconds * math.exp(mean))
+    assert found.measured_steps == 200 and found.spread.own == pytest.approx(1.645 * sum(weights) ** -0.5)
+    assert times.wider(GOAL).top == GOAL.top + 1
+
+
+def test_a_measured_layout_is_told_apart_by_what_only_predictions_share(
+    prices: ClusterPrices, plans: tuple[ClusterPlan, ...]
+) -> None:
+    times = MeasuredTimes(prices, [measured(prices, plans[0], 1.4)])
+    known, other, third = map(times.corrected, plans[:3])
+    own, shared = PUBLISHED_SPREAD.own, 1.645 * times.shared[1] ** 0.5
+    limit = math.exp(math.hypot(1.645 * 0.01, own, shared))
+    assert known.spread.alike(other.spread, limit * 0.999)
+    assert not known.spread.alike(other.spread, limit * 1.001)
+    assert not other.spread.alike(third.spread, math.exp(math.hypot(own, own)) * 1.001)
+    # It ran: there is no doubt that it fits.
+    assert not known.may_not_fit and known.peak_interval == (known.peak.total, known.peak.total)
+
+
+def test_fronts_and_alternatives_are_those_of_corrected_times(
+    prices: ClusterPrices, plans: tuple[ClusterPlan, ...]
+) -> None:
+    found = [
+        measured(prices, plans[0], None),
+        measured(prices, plans[1], 2.0),
+        measured(prices, plans[5], 0.5),
+    ]
+    times = MeasuredTimes(prices, found)
+    best = times.ranked(best_plans(prices, SPACE, times.wider(GOAL)), SPACE, GOAL).plans[0]
+    assert best.layout == plans[5].layout and times.ran_out(plans[0])
+    front = times.front(pareto(prices, SPACE).plans, best)
+    assert front[0] == best and not any(map(times.ran_out, front))
+    every = [
+        times.corrected(plan)
+        for plan in best_plans(prices, SPACE, PlannerGoal(top=10_000)).plans
+        if not times.ran_out(plan)
+    ]
+    for other in alternatives(times, SPACE, best):
+        if other.decision == "samples":
+            least = min(plan.step_seconds for plan in every if plan.layout.samples != best.layout.samples)
+            assert other.plan is not None and other.plan.step_seconds == least
+            break
+    else:
+        raise AssertionError("no other microbatch was compared")
+
+
+def test_the_error_tells_what_was_measured(prices: ClusterPrices) -> None:
+    alone = LayoutSpace(
+        token_slices=(1,), tp=(1,), dp=(8,), samples=(2,), zero=(0,), recompute=(RecomputeLayers.NONE,)
+    )
+    (plan,) = best_plans(prices, alone, PlannerGoal(top=5)).plans
+    broken = MeasuredTimes(prices, [measured(prices, plan, None)])
+    goal = PlannerGoal()
+    assert not broken.ranked(best_plans(prices, alone, broken.wider(goal)), alone, goal).plans
+    assert "ran out of memory when they were measured" in str(no_plan_error(broken, alone, goal))
+    slow = MeasuredTimes(prices, [measured(prices, plan, 2.0)])
+    within = replace(goal, step_seconds=plan.step_seconds)
+    assert not slow.ranked(best_plans(prices, alone, slow.wider(within)), alone, within).plans
+    told = str(no_plan_error(slow, alone, within))
+    assert f"the fastest without a limit takes {format_seconds(2 * plan.step_seconds)}" in told
+
+
 def test_limits_and_costs_are_those_of_corrected_times(
     prices: ClusterPrices, plans: tuple[ClusterPlan, ...]
 ) -> None:
@@ -151,12 +237,21 @@ def test_what_was_measured_elsewhere_is_refused(
     found = measured(prices, plans[0], 1.1)
     wrong = ClusterPrices(cluster((node_type(SLOW, 4), 1)), workload(6, global_batch=8))
     with pytest.raises(
-        ValueError, match=r"small was measured, of other .*batch of 16 .* not 8.*fast .* not slow"
+        ValueError,
+        match=r"small was measured, of other .*batch 16 was measured, not 8.*fast with 4 .* not slow with 4",
     ):
         MeasuredTimes(wrong, [found])
     small = ClusterPrices(cluster((node_type(FAST, 4), 1)), prices.workload)
-    with pytest.raises(ValueError, match="2 nodes of fast were measured, and the cluster has 1"):
+    with pytest.raises(
+        ValueError, match="2 nodes of fast with 4 devices were measured, and the cluster has 1"
+    ):
         MeasuredTimes(small, [found])
+    split = ClusterPrices(DEVICES, replace(prices.workload, sequence_parallel=True))
+    with pytest.raises(ValueError, match="sequence parallel False was measured, not True"):
+        MeasuredTimes(split, [found])
+    broken = measured(prices, plans[0], None)
+    with pytest.raises(ValueError, match="ran in 1 measurements and ran out of memory in 1: leave"):
+        MeasuredTimes(prices, [found, broken])
 
 
 def test_files_are_found_in_and_below_folders(
@@ -165,8 +260,8 @@ def test_files_are_found_in_and_below_folders(
     for row, plan in enumerate(plans[:2]):
         measured(prices, plan, 1.0 + row).save(tmp_path / f"row{row}" / "measured.json")
     assert [each.plan for each in load_measured([tmp_path])] == list(plans[:2])
-    assert len(load_measured([tmp_path, tmp_path / "row1" / "measured.json"])) == 2
+    assert len(load_measured([tmp_path, tmp_path / "row0" / ".." / "row1" / "measured.json"])) == 2
     with pytest.raises(ValueError, match=r"nowhere has no measured\.json: osdp cluster measure writes it"):
         load_measured([tmp_path / "nowhere"])
     with pytest.raises(ValueError, match="at least 1 step"):
-        MeasuredLayout(PlannedLayout(plans[0], prices.workload.shape, ("fast",)), 1.0)
+        MeasuredLayout(PlannedLayout(plans[0], prices.workload, ("fast",)), 1.0)

@@ -1,12 +1,14 @@
 """A checkpoint that was altered is refused before anything changes, and what it says is never run."""
 
 import errno
+import io
 import logging
 import os
 import pickle
 import random
 import shutil
 import time
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint import state_dict_saver
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorProperties
 from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
 
 from osdp import OSDP
@@ -119,6 +122,26 @@ def test_what_a_checkpoint_says_is_not_run(saved: Path, tmp_path: Path) -> None:
     assert not ran.exists()
     with pytest.raises(ValueError, match="has no manifest: it was not saved by"):
         checkpoint.verify(path)
+
+
+def test_members_of_enums_are_read_as_any_python_pickles_them() -> None:
+    # Python 3.11.0 to 3.11.4, which Debian 12 has, pickle the memory format of every tensor as getattr(...).
+    found = TensorProperties(dtype=torch.float32)
+    whole = Metadata({"a": BytesStorageMetadata(), "b": found})  # type: ignore[dict-item]
+
+    class Older(pickle.Pickler):
+        def reducer_override(self, value: object) -> Any:
+            return (getattr, (type(value), value.name)) if isinstance(value, Enum) else NotImplemented
+
+    older = io.BytesIO()
+    Older(older).dump(whole)
+    assert b"getattr" in older.getvalue()
+    assert read_metadata(older.getvalue()) == read_metadata(pickle.dumps(whole)) == whole
+    # (getattr, (Path, "unlink")), then the same of a class of metadata.
+    for named in (b"cpathlib\nPath\n", b"ctorch.distributed.checkpoint.metadata\nMetadata\n"):
+        reached = b"\x80\x02cbuiltins\ngetattr\n" + named + b"X\x06\0\0\0unlink\x86R."
+        with pytest.raises(ValueError, match="it names the attribute 'unlink', which no metadata"):
+            read_metadata(reached)
 
 
 def test_what_a_checkpoint_names_is_not_changed(tmp_path: Path) -> None:

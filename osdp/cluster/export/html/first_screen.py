@@ -101,7 +101,8 @@ def _speed(report: ClusterReport) -> str:
     whole = "" if report.steps is None else f"; {report.steps:,} steps take {_long(report.steps * seconds)}"
     spread = interval_text(report.plan.step_interval, format_seconds)
     pace = f"{rate:.4g} samples/s, {tokens:,.0f} tokens/s{whole}"
-    return f"<b>{format_seconds(seconds)} a step</b>in nine of ten cases {spread}; {pace}"
+    measured = f"measured on {report.plan.measured_steps} steps; " * (report.plan.measured_steps > 0)
+    return f"<b>{format_seconds(seconds)} a step</b>{measured}in nine of ten cases {spread}; {pace}"
 
 
 def _long(seconds: float) -> str:
@@ -140,9 +141,9 @@ def _limits(plan: ClusterPlan) -> str:
 
 def _sure(report: ClusterReport) -> str:
     proven = "proven best" if report.plan.optimal else "best found"
+    estimated = "memory is an estimate" if report.plan.measured_steps else "times and memory are estimates"
     return (
-        f"<b>{proven}</b>of {report.candidates:,} layouts; times and memory are estimates, and what they "
-        "assume is under Settings"
+        f"<b>{proven}</b>of {report.candidates:,} layouts; {estimated}, and what is assumed is under Settings"
     )
 
 
