@@ -24,6 +24,9 @@ _PAYLOAD = 1448 / 1538
 #: Channels that oneDNN pads the weights of a depthwise convolution to, both inputs and outputs, on CPUs.
 _BLOCK = 16
 
+#: Share of the bytes that are expected of padded weights from which they are taken to be there.
+_SEEN = 0.9
+
 #: Times that a collective copies its tensor in local memory: into the message and out of it.
 _COPIES = 2
 
@@ -70,10 +73,8 @@ def profile_at_batch(profile: Profile, model_desc: ModelDesc, local_batch: int) 
 def _depthwise_bytes(operator: Operator) -> int:
     """Bytes that the backward of depthwise convolutions takes on CPUs for any batch: their padded weights.
 
-    ConvNeXt's measured ones are these to 1 % (torch 2.13). What other convolutions take grows with the batch.
-
-    Weights are of shape (channels, 1, height, width), one dimension less or more; those of a convolution
-    over a single input channel with few outputs are counted as well, which the measured bytes limit.
+    So it does where images have their channels last. ConvNeXt's measured ones are these to 1 % (torch 2.13);
+    what other convolutions take grows with the batch. Weights are of shape (channels, 1, height, width).
     """
     padded = _BLOCK * _BLOCK
     return sum(
@@ -84,7 +85,7 @@ def _depthwise_bytes(operator: Operator) -> int:
 
 
 def _scaled_pass(measured: PassProfile, work: Work, before: int, after: int, fixed: int = 0) -> PassProfile:
-    """A pass at another batch, which takes up to ``fixed`` bytes beyond the trace as before."""
+    """A pass at another batch; if it takes ``fixed`` bytes beyond the trace, it takes these as before."""
     in_compute = work.flops(before) > _COMPUTE_BOUND * work.moved_bytes(before)
     bound_by = work.flops if in_compute else work.moved_bytes
     launch = min(LAUNCH_SECONDS, measured.seconds)
@@ -92,7 +93,8 @@ def _scaled_pass(measured: PassProfile, work: Work, before: int, after: int, fix
     traced = work.peak_bytes(before)
     # Where the trace frees more than it allocates, what was measured is workspace.
     peak = _ratio(traced, work.peak_bytes(after)) if traced > 0 else after / before
-    workspace = min(max(measured.peak_bytes - max(traced, 0), 0), fixed)
+    there = measured.peak_bytes - max(traced, 0) > _SEEN * fixed
+    workspace = min(measured.peak_bytes, fixed) if there else 0
 
     def larger(nbytes: int) -> int:
         kept = min(workspace, max(nbytes, 0))
