@@ -11,6 +11,9 @@ from osdp.codec import Savable
 #: Names of the files of a layout to measure, and of what its steps took, which lie in the same folder.
 PLANNED, MEASURED = "planned.json", "measured.json"
 
+#: Largest deviation that is told: beyond it a step says nothing about the next one.
+MOST_DEVIATION = 100.0
+
 
 @dataclass(frozen=True, slots=True)
 class PlannedLayout(Savable):
@@ -55,9 +58,11 @@ class MeasuredLayout(Savable):
         return self.planned.plan
 
     def __post_init__(self) -> None:
-        if self.seconds is not None and not (self.seconds > 0 and self.steps > 0 and self.deviation >= 0):
+        known = self.seconds is None or (self.seconds > 0 and self.steps > 0)
+        if not (known and 0 <= self.deviation <= MOST_DEVIATION):
             raise ValueError(
-                "a measured layout has positive seconds, at least 1 step and no negative deviation; got "
+                "a measured layout has positive seconds, at least 1 step and a deviation of 0 to "
+                f"{MOST_DEVIATION:g} times the median; got "
                 f"seconds={self.seconds}, steps={self.steps}, deviation={self.deviation}"
             )
 

@@ -285,6 +285,10 @@ class StageSlot:
     nodes: tuple[int, ...]
     shares: int = 1
 
+    def __post_init__(self) -> None:
+        if self.shares < 1 or min(self.nodes, default=0) < 0 or not any(self.nodes):
+            raise ValueError(f"a slot has at least 1 node and 1 stage, and no negative number; got {self}")
+
 
 @dataclass(frozen=True)
 class ClusterPlan(Savable):

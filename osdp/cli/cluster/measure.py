@@ -19,7 +19,14 @@ from osdp.cli.models import build
 from osdp.cluster.cost.stage import ClusterPrices
 from osdp.cluster.explanation import worth_measuring
 from osdp.cluster.export.table import interval_text
-from osdp.cluster.measured_layout import MEASURED, PLANNED, MeasuredLayout, PlannedLayout, kinds_of
+from osdp.cluster.measured_layout import (
+    MEASURED,
+    MOST_DEVIATION,
+    PLANNED,
+    MeasuredLayout,
+    PlannedLayout,
+    kinds_of,
+)
 from osdp.cluster.plan import ClusterPlan
 from osdp.errors import InfeasibleError
 from osdp.text import format_bytes, format_seconds, wrapped
@@ -123,7 +130,8 @@ def measure_layout(
     median, deviation, _ = max(of_ranks)
     peak = max(taken for *_, taken in of_ranks) or None
     if rank == 0:
-        found = MeasuredLayout(planned, median, deviation / median, len(times), peak)
+        share = min(deviation / median, MOST_DEVIATION)
+        found = MeasuredLayout(planned, median, share, len(times), peak)
         found.save(folder / MEASURED)
         typer.echo(_told(found))
     dist.destroy_process_group()

@@ -16,6 +16,7 @@ its layout, its logarithm says nothing about ``s``.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from fractions import Fraction
 from functools import cached_property
 from statistics import fmean
 
@@ -221,6 +222,9 @@ def _require_alike(prices: ClusterPrices, measured: Sequence[MeasuredLayout]) ->
         if planned.nodes != kinds:
             faults.append(f"{', '.join(planned.nodes)} were measured, not {', '.join(kinds)}")
             continue
+        if fault := _slots_fault(prices, planned.plan):
+            faults.append(fault)
+            continue
         used = zip(kinds, nodes_of(planned.plan.slots), prices.cluster.counts, strict=True)
         faults += [
             f"{count} nodes of {kind} were measured, and the cluster has {there}"
@@ -229,6 +233,25 @@ def _require_alike(prices: ClusterPrices, measured: Sequence[MeasuredLayout]) ->
         ]
     if faults:
         raise ValueError(f"--measured: {'; '.join(dict.fromkeys(faults))}")
+
+
+def _slots_fault(prices: ClusterPrices, plan: ClusterPlan) -> str:
+    """Why the slots of a plan are not those of its layout on these kinds of nodes; empty if they are."""
+    layout, groups = plan.layout, prices.cluster.groups
+    if len(plan.slots) != layout.degrees.pp or any(len(slot.nodes) != len(groups) for slot in plan.slots):
+        stages = f"a plan of {layout.degrees.pp} stages on {len(groups)} kinds of nodes"
+        return f"{stages} has {len(plan.slots)} slots"
+    devices = {
+        Fraction(
+            sum(count * group.node.devices for count, group in zip(slot.nodes, groups, strict=True)),
+            slot.shares,
+        )
+        for slot in plan.slots
+    }
+    if devices != {layout.stage_ranks}:
+        there = ", ".join(map(str, sorted(devices)))
+        return f"stages of {layout.stage_ranks} ranks were measured on slots of {there} devices"
+    return ""
 
 
 def _pooled(prices: ClusterPrices, group: Sequence[MeasuredLayout]) -> _Measured:

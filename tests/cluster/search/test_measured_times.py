@@ -9,7 +9,7 @@ import pytest
 
 from osdp.cluster.cost.stage import ClusterPrices
 from osdp.cluster.measured_layout import MeasuredLayout, PlannedLayout, kinds_of, load_measured
-from osdp.cluster.plan import ClusterPlan, RecomputeLayers
+from osdp.cluster.plan import ClusterPlan, RecomputeLayers, StageSlot
 from osdp.cluster.search.alternatives import alternatives
 from osdp.cluster.search.infeasible import no_plan_error
 from osdp.cluster.search.measured_times import MeasuredTimes
@@ -249,6 +249,16 @@ def test_what_was_measured_elsewhere_is_refused(
     split = ClusterPrices(DEVICES, replace(prices.workload, sequence_parallel=True))
     with pytest.raises(ValueError, match="sequence parallel False was measured, not True"):
         MeasuredTimes(split, [found])
+    for slots in (plans[0].slots[1:], tuple(StageSlot((*slot.nodes, 1)) for slot in plans[0].slots)):
+        with pytest.raises(ValueError, match=r"a plan of \d stages on 1 kinds of nodes has \d slots"):
+            MeasuredTimes(prices, [measured(prices, replace(plans[0], slots=slots), 1.1)])
+    shared = tuple(replace(slot, shares=3 * slot.shares) for slot in plans[0].slots)
+    with pytest.raises(ValueError, match=r"stages of \d ranks were measured on slots of .* devices"):
+        MeasuredTimes(prices, [measured(prices, replace(plans[0], slots=shared), 1.1)])
+    with pytest.raises(ValueError, match="at least 1 node and 1 stage"):
+        StageSlot((0, 0))
+    with pytest.raises(ValueError, match="a deviation of 0 to 100 times the median"):
+        measured(prices, plans[0], 1.1, deviation=1e308)
     broken = measured(prices, plans[0], None)
     with pytest.raises(ValueError, match="ran in 1 measurements and ran out of memory in 1: leave"):
         MeasuredTimes(prices, [found, broken])
