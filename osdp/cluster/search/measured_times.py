@@ -23,7 +23,7 @@ from statistics import fmean
 from osdp.cluster.cost.stage import ClusterPrices
 from osdp.cluster.cost.step import nodes_of, price
 from osdp.cluster.measured_layout import MeasuredLayout, kinds_of
-from osdp.cluster.plan import ClusterPlan
+from osdp.cluster.plan import CLUSTER_SCHEDULES, ClusterPlan, ParallelLayout
 from osdp.cluster.search.layouts import SearchResult
 from osdp.cluster.search.objectives import PlannerGoal, pareto_front, value_of
 from osdp.cluster.search.space import LayoutSpace, families
@@ -222,7 +222,7 @@ def _require_alike(prices: ClusterPrices, measured: Sequence[MeasuredLayout]) ->
         if planned.nodes != kinds:
             faults.append(f"{', '.join(planned.nodes)} were measured, not {', '.join(kinds)}")
             continue
-        if fault := _slots_fault(prices, planned.plan):
+        if fault := _layout_fault(prices, planned.plan):
             faults.append(fault)
             continue
         used = zip(kinds, nodes_of(planned.plan.slots), prices.cluster.counts, strict=True)
@@ -235,8 +235,8 @@ def _require_alike(prices: ClusterPrices, measured: Sequence[MeasuredLayout]) ->
         raise ValueError(f"--measured: {'; '.join(dict.fromkeys(faults))}")
 
 
-def _slots_fault(prices: ClusterPrices, plan: ClusterPlan) -> str:
-    """Why the slots of a plan are not those of its layout on these kinds of nodes; empty if they are."""
+def _layout_fault(prices: ClusterPrices, plan: ClusterPlan) -> str:
+    """Why a plan is none of these kinds of nodes; empty if it is one."""
     layout, groups = plan.layout, prices.cluster.groups
     if len(plan.slots) != layout.degrees.pp or any(len(slot.nodes) != len(groups) for slot in plan.slots):
         stages = f"a plan of {layout.degrees.pp} stages on {len(groups)} kinds of nodes"
@@ -251,7 +251,30 @@ def _slots_fault(prices: ClusterPrices, plan: ClusterPlan) -> str:
     if devices != {layout.stage_ranks}:
         there = ", ".join(map(str, sorted(devices)))
         return f"stages of {layout.stage_ranks} ranks were measured on slots of {there} devices"
+    if layout not in _layouts_like(prices, plan):
+        return f"{layout} was measured, which is no layout of the cluster"
     return ""
+
+
+def _layouts_like(prices: ClusterPrices, plan: ClusterPlan) -> tuple[ParallelLayout, ...]:
+    """All layouts with the degrees, the microbatches, the slices and the schedule of a plan."""
+    layout, degrees = plan.layout, plan.layout.degrees
+    sizes = (degrees.tp, degrees.pp, degrees.dp, layout.cp, layout.ep, layout.samples, layout.token_slices)
+    if min(sizes) < 1 or layout.schedule not in CLUSTER_SCHEDULES:
+        return ()
+    space = LayoutSpace(
+        tp=(degrees.tp,),
+        pp=(degrees.pp,),
+        dp=(degrees.dp,),
+        cp=(layout.cp,),
+        ep=(layout.ep,),
+        samples=(layout.samples,),
+        schedules=(layout.schedule,),
+        token_slices=(layout.token_slices,),
+        virtual_stages=(layout.virtual_stages or 2,),
+    )
+    found = families(prices.cluster, nodes_of(plan.slots), prices.workload, space)
+    return tuple(each for family in found for each in family.layouts)
 
 
 def _pooled(prices: ClusterPrices, group: Sequence[MeasuredLayout]) -> _Measured:

@@ -255,6 +255,10 @@ def test_what_was_measured_elsewhere_is_refused(
     shared = tuple(replace(slot, shares=3 * slot.shares) for slot in plans[0].slots)
     with pytest.raises(ValueError, match=r"stages of \d ranks were measured on slots of .* devices"):
         MeasuredTimes(prices, [measured(prices, replace(plans[0], slots=shared), 1.1)])
+    for change in ({"zero": 7}, {"token_slices": 0}, {"schedule": "foo"}, {"samples": 3}, {"cp": 0}):
+        odd = replace(plans[0], layout=replace(plans[0].layout, **change))
+        with pytest.raises(ValueError, match=r"no layout of the cluster|ranks were measured on slots"):
+            MeasuredTimes(prices, [measured(prices, odd, 1.1)])
     with pytest.raises(ValueError, match="at least 1 node and 1 stage"):
         StageSlot((0, 0))
     with pytest.raises(ValueError, match="a deviation of 0 to 100 times the median"):
