@@ -90,4 +90,5 @@ def load_measured(paths: Iterable[Path]) -> tuple[MeasuredLayout, ...]:
             f"{'; '.join(faults)}: osdp cluster measure writes it, for the layouts of "
             "osdp cluster plan --measure FOLDER"
         )
-    return tuple(MeasuredLayout.load(path) for path in dict.fromkeys(found))
+    # No two runs take the same times: a copied file is one measurement.
+    return tuple(dict.fromkeys(MeasuredLayout.load(path) for path in dict.fromkeys(found)))

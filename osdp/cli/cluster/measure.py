@@ -4,6 +4,7 @@ Each layout has a folder with its plan, its model and a launch script. What the 
 well, for ``--measured`` of the other commands.
 """
 
+import math
 import shutil
 import statistics
 import time
@@ -109,6 +110,8 @@ def measure_layout(
         raise ValueError(
             f"{folder} has no {PLANNED}: osdp cluster plan --measure FOLDER writes a folder for each layout"
         )
+    if not math.isfinite(seconds):
+        raise ValueError(f"--seconds must be a finite number of seconds, got {seconds:g}")
     planned = PlannedLayout.load(folder / PLANNED)
     device = _join(planned.plan.layout.world_size)
     rank = dist.get_rank()
@@ -124,7 +127,7 @@ def measure_layout(
         raise ValueError(
             f"rank {rank} ran out of memory, which {folder / MEASURED} tells --measured: {error}"
         ) from error
-    mine = statistics.median(times), statistics.pstdev(times), _memory_in_use(device)
+    mine = statistics.median(times), _deviation(times), _memory_in_use(device)
     of_ranks: list[tuple[float, float, int]] = [mine] * dist.get_world_size()
     dist.all_gather_object(of_ranks, mine)
     median, deviation, _ = max(of_ranks)
@@ -135,6 +138,15 @@ def measure_layout(
         found.save(folder / MEASURED)
         typer.echo(_told(found))
     dist.destroy_process_group()
+
+
+def _deviation(times: Sequence[float]) -> float:
+    """Standard deviation of steps by the median of their distances from the median: a stalled step is none.
+
+    The factor is that of a normal distribution (Rousseeuw and Croux, JASA 88, 1993, section 1).
+    """
+    middle = statistics.median(times)
+    return 1.4826 * statistics.median(abs(each - middle) for each in times)
 
 
 def _told(found: MeasuredLayout) -> str:

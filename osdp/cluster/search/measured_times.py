@@ -112,10 +112,14 @@ class MeasuredTimes:
         """
         found = self._by_place.get(_place(plan))
         if found is not None and found.seconds is not None:
-            # Ninety of a hundred steps of that run lie between these, and the next run's median. It ran, so
-            # that its memory is what it is said to be.
+            # Ninety of a hundred steps of that run lie between these, and the next run's median. It ran: its
+            # memory is predicted, and at most what there is.
+            most = min((stage.limit / stage.total for stage in plan.stages), default=1.0)
             step, run = (_NINE_TENTHS * each for each in (max(found.deviation, _LEAST), found.noise))
-            spread = Spread(math.exp(-step), math.exp(step), own=run, peak_low=1.0, peak_high=1.0)
+            peak_high = max(min(plan.spread.peak_high, most), 1.0)
+            spread = Spread(
+                math.exp(-step), math.exp(step), own=run, peak_low=plan.spread.peak_low, peak_high=peak_high
+            )
             return replace(
                 _scaled(plan, found.seconds / plan.step_seconds), spread=spread, measured_steps=found.steps
             )
@@ -211,8 +215,16 @@ def _require_alike(prices: ClusterPrices, measured: Sequence[MeasuredLayout]) ->
     faults = []
     for planned in (found.planned for found in measured):
         was = planned.workload
-        if was.shape != workload.shape:
-            faults.append(f"{was.shape.name} was measured, of other dimensions than {workload.shape.name}")
+        odd = [
+            f"{each.name} of {getattr(was.shape, each.name)}, not {getattr(workload.shape, each.name)}"
+            for each in fields(workload.shape)
+            if each.name != "name" and getattr(was.shape, each.name) != getattr(workload.shape, each.name)
+        ]
+        if odd:
+            faults.append(
+                f"{was.shape.name} was measured, of other dimensions than {workload.shape.name} "
+                f"({', '.join(odd)})"
+            )
         faults += [
             f"{each.name.replace('_', ' ')} {getattr(was, each.name)} was measured, not "
             f"{getattr(workload, each.name)}"

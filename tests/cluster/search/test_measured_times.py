@@ -153,8 +153,11 @@ def test_a_measured_layout_is_told_apart_by_what_only_predictions_share(
     assert known.spread.alike(other.spread, limit * 0.999)
     assert not known.spread.alike(other.spread, limit * 1.001)
     assert not other.spread.alike(third.spread, math.exp(math.hypot(own, own)) * 1.001)
-    # It ran: there is no doubt that it fits.
-    assert not known.may_not_fit and known.peak_interval == (known.peak.total, known.peak.total)
+    # It ran: what it takes is predicted, and that it fits is certain.
+    assert not known.may_not_fit and known.peak_interval == plans[0].peak_interval
+    tight = replace(plans[0], stages=tuple(replace(s, limit=int(1.1 * s.total)) for s in plans[0].stages))
+    assert tight.may_not_fit and not times.corrected(tight).may_not_fit
+    assert times.corrected(tight).spread.peak_high == pytest.approx(1.1, rel=1e-3)
 
 
 def test_fronts_and_alternatives_are_those_of_corrected_times(
