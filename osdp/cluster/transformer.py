@@ -106,6 +106,17 @@ class TransformerShape:
         wrong = [f"{name}={getattr(self, name)}" for name in names if getattr(self, name) < 1]
         if wrong:
             raise ValueError(f"model {self.name!r} needs at least 1 of each, got {', '.join(wrong)}")
+        sizes = {field.name: getattr(self, field.name) for field in fields(self)}
+        if wrong := [
+            f"{name}={size}" for name, size in sizes.items() if not isinstance(size, str) and size < 0
+        ]:
+            raise ValueError(
+                f"model {self.name!r} has dimensions that cannot be negative: got {', '.join(wrong)}"
+            )
+        if self.kv_heads and self.heads % self.kv_heads:
+            raise ValueError(
+                f"model {self.name!r}: {self.kv_heads} key-value heads do not divide its {self.heads} heads"
+            )
         if not self.head_width and self.hidden % self.heads:
             raise ValueError(
                 f"model {self.name!r}: {self.heads} heads do not divide a hidden size of {self.hidden}; "

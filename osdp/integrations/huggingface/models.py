@@ -63,7 +63,9 @@ def _config(name: str, overrides: Mapping[str, Any] | None) -> Any:
         raise ValueError(f"unknown model {name!r}; write one of {known}, or a model_type of transformers")
     fields = {**GPT2_SIZES.get(name, {}), **(overrides or {})}
     config = CONFIG_MAPPING[model_type]()
-    unknown = sorted(field for field in fields if not hasattr(config, field))
+    unknown = sorted(
+        field for field in fields if not hasattr(config, field) and field != "decoder_start_token_id"
+    )
     if unknown:
         raise ValueError(f"{model_type} has no configuration field {', '.join(unknown)}")
     return CONFIG_MAPPING[model_type](**{"use_cache": False, **fields})

@@ -15,6 +15,7 @@ from osdp.integrations.huggingface import (
     masked_lm_loss,
     with_head_loss,
 )
+from osdp.integrations.huggingface.models import language_model
 
 pytest.importorskip("transformers")
 
@@ -131,3 +132,13 @@ def test_labels_of_another_shape_are_refused() -> None:
         ValueError, match=r"logits of shape \(2, 3, 5\) need labels of shape \(2, 3\), got \(2, 4\)"
     ):
         causal_lm_loss(torch.zeros(2, 3, 5), torch.zeros(2, 4, dtype=torch.int64))
+
+
+def test_a_written_configuration_of_an_encoder_decoder_is_read_again() -> None:
+    small = {"num_layers": 2, "d_model": 32, "d_ff": 64, "num_heads": 2, "d_kv": 16, "vocab_size": 64}
+    written = language_model("t5", small).config.to_dict()
+    written.pop("model_type")
+    # The class has no such field until it is set.
+    assert written["decoder_start_token_id"] == 0
+    again = language_model("t5", written)
+    assert again.config.decoder_start_token_id == 0 and again.config.d_model == 32
