@@ -45,7 +45,7 @@ class _Measured:
         noise: Standard deviation of their logarithm.
         deviation: Standard deviation of single steps, as a share of the seconds.
         steps: Number of measured steps.
-        told: Whether the plan that ran is that of the layout.
+        as_planned: Whether the plan that ran is that of the layout.
     """
 
     plan: ClusterPlan
@@ -53,7 +53,7 @@ class _Measured:
     noise: float
     deviation: float
     steps: int
-    told: bool
+    as_planned: bool
 
 
 class MeasuredTimes:
@@ -83,7 +83,9 @@ class MeasuredTimes:
     def shared(self) -> tuple[float, float]:
         """Mean and variance of the logarithm of the factor that all layouts share."""
         pairs = [
-            (each, each.seconds) for each in self._by_place.values() if each.seconds is not None and each.told
+            (each, each.seconds)
+            for each in self._by_place.values()
+            if each.seconds is not None and each.as_planned
         ]
         variance = fmean([_shared_variance(each.plan.spread) for each, _ in pairs]) if pairs else 0.0
         if not variance:
@@ -301,9 +303,9 @@ def _pooled(prices: ClusterPrices, group: Sequence[MeasuredLayout]) -> _Measured
             f"{len(group) - len(ran)}: leave the wrong ones out"
         )
     predicted = price(prices, plan.layout, plan.bounds, plan.slots)
-    told = not any(each.planned.departures for each in group)
+    as_planned = not any(each.planned.departures for each in group)
     if not ran:
-        return _Measured(predicted, None, 0.0, 0.0, 0, told)
+        return _Measured(predicted, None, 0.0, 0.0, 0, as_planned)
     weights = [1 / _noise(each) ** 2 for each, _ in ran]
     mean = sum(weight * math.log(seconds) for weight, (_, seconds) in zip(weights, ran, strict=True))
     return _Measured(
@@ -312,7 +314,7 @@ def _pooled(prices: ClusterPrices, group: Sequence[MeasuredLayout]) -> _Measured
         noise=sum(weights) ** -0.5,
         deviation=max(each.deviation for each, _ in ran),
         steps=sum(each.steps for each, _ in ran),
-        told=told,
+        as_planned=as_planned,
     )
 
 
