@@ -226,8 +226,7 @@ def _layer(
     s, length = shape.sequence, shape.sequence // parts.number
     tokens = samples * length
     stream = tokens * shape.hidden * width
-    heads = shape.heads // tp
-    key_heads = max(shape.key_heads // tp, 1)
+    heads, key_heads = shape.heads // tp, max(shape.key_heads // tp, 1)
     keys, values = key_heads * shape.key_width, key_heads * shape.head_values
     projected = heads * shape.key_width + keys + values
     output = heads * shape.head_values
@@ -265,23 +264,19 @@ def _layer(
     # The activation function, then softmax and dropout of the scores.
     moved += wide * inner * (ups + 1)
     back += wide * inner * (3 * ups + 1)
-    launched = (9 if flash else _KERNELS_OF_SCORES) * attentions + 7
+    fused = flash or _softmax_is_fused(samples * heads, s)
     if not flash:
-        fused = _softmax_is_fused(samples * heads, s)
         there, again = _score_traffic(samples * heads * length * s * attentions, fused, kernels.dropout)
         moved, back = moved + there, back + again
-        launched += 4 * int(not fused) * attentions
     # Each weight's gradient is accumulated into that of the earlier microbatches.
     back += 3 * sum(gemm.columns * gemm.inner for gemm in gemms if gemm.count == 1) * width
-    # Projections to latents and their norms; rotary positions of a part, and copies that join both parts.
-    launched += 4 * int(shape.query_latent > 0) + 6 * int(shape.kv_latent > 0) + 2 * int(shape.head_norms)
     input_bytes = stream // split * (2 if item is Item.CROSS_LAYER else 1)
     return LayerWork(
         gemms=gemms,
         attention=scores,
         moved_bytes=moved,
         backward_bytes=back,
-        kernels=launched,
+        kernels=_num_kernels(shape, attentions, flash, fused),
         sums=(attentions + 1) * int(tp > 1),
         summed_bytes=stream,
         kept_bytes=kept,
@@ -291,6 +286,14 @@ def _layer(
         output_bytes=input_bytes,
         cache_bytes=wide * (keys + values),
     )
+
+
+def _num_kernels(shape: TransformerShape, attentions: int, flash: bool, fused: bool) -> int:
+    """Kernels of a forward beside its matrix products; ``fused`` as in :func:`_score_traffic`."""
+    each = (9 if flash else _KERNELS_OF_SCORES) + 4 * int(not fused)
+    # Projections to latents and their norms; rotary positions of a part, and copies that join both parts.
+    latent = 4 * int(shape.query_latent > 0) + 6 * int(shape.kv_latent > 0)
+    return each * attentions + 7 + latent + 2 * int(shape.head_norms)
 
 
 def _score_traffic(scores: int, fused: bool, dropout: bool) -> tuple[int, int]:
