@@ -155,7 +155,12 @@ _OF_EXPERTS = ("experts", "experts_per_token", "expert_width", "shared_width", "
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """Properties of a Transformers ``model_type`` that its configuration does not contain."""
+    """Properties of a Transformers ``model_type`` that its configuration does not contain.
+
+    Attributes:
+        needed: Fields of the shape, or keys of its configuration, without which its class of configurations
+            takes those of one published model.
+    """
 
     gated: bool = False
     biases: bool = True
@@ -164,18 +169,34 @@ class _Kind:
     causal: bool = True
     dropout: bool = True
     head_norms: bool = False
+    needed: tuple[str, ...] = ()
 
 
-_LLAMA_LIKE = _Kind(gated=True, biases=False, learnt_positions=False, tied=False, dropout=False)
+def _like_llama(*needed: str, tied: bool = False, head_norms: bool = False) -> _Kind:
+    return _Kind(
+        gated=True, biases=False, learnt_positions=False, tied=tied, dropout=False, head_norms=head_norms,
+        needed=("feed_forward", *needed),
+    )  # fmt: skip
+
+
+_EXPERTS = ("experts", "experts_per_token")
+_DEEPSEEK = (*_EXPERTS, "expert_width", "n_shared_experts", "dense_layers")
+_LATENTS = ("kv_latent", "query_latent", "qk_nope_head_dim", "rotary_width", "value_width")
 _KINDS = {
     **dict.fromkeys(("gpt2", "gpt_neo", "opt"), _Kind()),
     "gptj": _Kind(learnt_positions=False, tied=False),
     **dict.fromkeys(("bert", "roberta"), _Kind(causal=False)),
     "t5": _Kind(biases=False, learnt_positions=False, causal=False),
-    **dict.fromkeys(("llama", "mistral", "qwen2", "mixtral", "qwen2_moe", "olmoe"), _LLAMA_LIKE),
-    **dict.fromkeys(("deepseek", "deepseek_v2", "deepseek_v3"), _LLAMA_LIKE),
-    **dict.fromkeys(("qwen3", "qwen3_moe"), replace(_LLAMA_LIKE, head_norms=True)),
-    **dict.fromkeys(("gemma", "gemma2"), replace(_LLAMA_LIKE, tied=True)),
+    "llama": _like_llama(),
+    **dict.fromkeys(("mistral", "qwen2"), _like_llama("kv_heads")),
+    "mixtral": _like_llama("kv_heads", *_EXPERTS),
+    "qwen2_moe": _like_llama("kv_heads", *_EXPERTS, "expert_width", "shared_width"),
+    "olmoe": _like_llama(*_EXPERTS),
+    "deepseek": _like_llama(*_DEEPSEEK),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3"), _like_llama(*_DEEPSEEK, *_LATENTS)),
+    "qwen3": _like_llama("kv_heads", "head_width", head_norms=True),
+    "qwen3_moe": _like_llama("kv_heads", *_EXPERTS, "expert_width", head_norms=True),
+    **dict.fromkeys(("gemma", "gemma2"), _like_llama("kv_heads", "head_width", tied=True)),
 }
 
 
@@ -219,7 +240,13 @@ def with_fields(shape: TransformerShape, overrides: Mapping[str, Any]) -> Transf
     known = [field.name for field in dataclass_fields(TransformerShape)]
     if unknown := sorted(set(overrides) - set(known)):
         raise ValueError(f"a model has no {', '.join(unknown)}; there are {', '.join(known)}")
-    return replace(shape, **overrides)
+    made = replace(shape, **overrides)
+    if 0 < made.positions < made.sequence and shape.positions >= shape.sequence:
+        raise ValueError(
+            f"a sequence of {made.sequence} is longer than the {made.positions} learnt positions of "
+            f"{shape.name}; if the model is to have more, --set positions={made.sequence}"
+        )
+    return made
 
 
 def shape_from_config(config: Mapping[str, Any], name: str, sequence: int | None = None) -> TransformerShape:
@@ -255,10 +282,17 @@ def shape_from_config(config: Mapping[str, Any], name: str, sequence: int | None
     if missing := [f"{field} ({' or '.join(_FIELDS[field])})" for field in needed if field not in found]:
         raise ValueError(
             f"the configuration of {name} lacks {', '.join(missing)}; no default is assumed, please add it"
+            + (" (or pass --seq)" if "sequence" not in found else "")
         )
     if word not in _KINDS:
         raise ValueError(unknown)
     kind = _KINDS[word]
+    ways = [_FIELDS.get(field, (field,)) for field in kind.needed]
+    if missing := [" or ".join(keys) for keys in ways if not any(key in config for key in keys)]:
+        raise ValueError(
+            f"the configuration of {name} lacks {', '.join(missing)}; no default is assumed, please add "
+            f"{'it' if len(missing) == 1 else 'them'}"
+        )
     _require_every_layer(config, name)
     if not found.get("experts"):
         found = {field: value for field, value in found.items() if field not in _OF_EXPERTS}

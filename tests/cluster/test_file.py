@@ -139,6 +139,35 @@ def test_a_configuration_of_transformers_is_a_shape() -> None:
     assert (t5.layers, t5.decoder_layers) == (3, 3)
 
 
+def test_what_configurations_of_a_kind_must_tell_is_not_assumed() -> None:
+    """A DeepSeek without moe_intermediate_size had experts as wide as its dense layers: 5.9 T parameters."""
+    import transformers
+
+    kinds = ("deepseek_v2", "deepseek_v3", "qwen2_moe", "qwen3_moe", "mixtral", "olmoe", "gemma", "qwen3")
+    for kind in (*kinds, "llama", "mistral", "qwen2", "gemma2"):
+        whole = transformers.AutoConfig.for_model(kind).to_dict()
+        odd = {"mlp_only_layers": [], "moe_layer_freq": 1, "decoder_sparse_step": 1, "num_experts_per_tok": 6}
+        whole |= {key: value for key, value in odd.items() if key in whole}
+        assert shape_from_config(whole, kind).layers == whole["num_hidden_layers"]
+        del whole["intermediate_size"]
+        with pytest.raises(ValueError, match=f"the configuration of {kind} lacks intermediate_size or"):
+            shape_from_config(whole, kind)
+    whole = transformers.DeepseekV3Config().to_dict()
+    for key in ("moe_intermediate_size", "kv_lora_rank", "q_lora_rank", "n_shared_experts", "v_head_dim"):
+        with pytest.raises(ValueError, match=f"lacks {key}; no default is assumed, please add it"):
+            shape_from_config({name: value for name, value in whole.items() if name != key}, "deepseek")
+    assert shape_from_config(whole | {"q_lora_rank": None}, "deepseek").query_latent == 0
+
+
+def test_a_sequence_is_no_longer_than_learnt_positions() -> None:
+    with pytest.raises(
+        ValueError, match=r"4096 is longer than the 1024 learnt positions of gpt2; if .* --set"
+    ):
+        shape_of("gpt2", {"sequence": 4096})
+    assert shape_of("gpt2", {"sequence": 4096, "positions": 4096}).sequence == 4096
+    assert shape_of("llama2-7b", {"sequence": 65536}).sequence == 65536
+
+
 def test_an_unknown_model_lists_those_there_are() -> None:
     with pytest.raises(ValueError, match=r"unknown model 'gpt2-xxl'; there are gpt2, .*did you mean gpt2-xl"):
         shape_of("gpt2-xxl")

@@ -34,6 +34,7 @@ from osdp.cluster.layer_profile import merge_profiles
 from osdp.cluster.plan import ClusterPlan, ParallelLayout, num_layers
 from osdp.cluster.search.infeasible import check_space, no_plan_error
 from osdp.cluster.search.layouts import arrange, every_layout
+from osdp.cluster.search.measured_times import with_measured
 from osdp.cluster.search.objectives import best_plans, pareto
 from osdp.cluster.search.space import families
 from osdp.plan.schedules import ONE_STAGE
@@ -73,7 +74,8 @@ def plan(request: ClusterRequest, goal: GoalOptions, outputs: OutputFiles) -> No
     plans: Sequence[ClusterPlan] = found.plans
     if goal.every:
         every = [times.corrected(plan) for plan in every_layout(prices, space) if not times.ran_out(plan)]
-        plans = sorted(every, key=lambda plan: (not plan.fits, plan.step_seconds))[: goal.top]
+        every.sort(key=lambda plan: (not plan.fits, plan.step_seconds))
+        plans = every if goal.top is None else with_measured(every, goal.top)
     rows = rows_of(plans, cluster, shape, goal.steps)
     if outputs.csv is not None:
         outputs.csv.write_text(csv_table(rows), encoding="utf8")

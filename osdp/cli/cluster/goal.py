@@ -72,8 +72,8 @@ class GoalOptions:
         low = [f"--{name} {count}" for name, count in counts.items() if count is not None and count < 1]
         if low:
             raise ValueError(f"{', '.join(low)}: must be at least 1")
-        if self.budget is not None and not self.budget > 0:
-            raise ValueError(f"--budget {self.budget:g}: must be positive")
+        if self.budget is not None and not 0 < self.budget < math.inf:
+            raise ValueError(f"--budget {self.budget:g}: must be positive and finite")
         if self.every:
             self._require_whole()
         steps = self.steps or 1
@@ -102,7 +102,7 @@ class GoalOptions:
 def _seconds(text: str) -> float:
     try:
         seconds = float(text[:-1]) * _UNIT_SECONDS[text[-1:]]
-        if not seconds > 0:
+        if not 0 < seconds < math.inf:
             raise ValueError(text)
         return seconds
     except (KeyError, ValueError) as error:

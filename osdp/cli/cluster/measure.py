@@ -26,7 +26,7 @@ from osdp.cluster.measured_layout import (
     PLANNED,
     MeasuredLayout,
     PlannedLayout,
-    kinds_of,
+    hash_of,
 )
 from osdp.cluster.plan import ClusterPlan
 from osdp.errors import InfeasibleError
@@ -80,7 +80,9 @@ def write_layouts(
         where.mkdir(parents=True)
         write_plan(plan, made, model, prices, where / _PLAN, "-m osdp cluster measure .")
         other = departures(made)
-        PlannedLayout(plan, prices.workload, kinds_of(prices.cluster), other).save(where / PLANNED)
+        PlannedLayout(plan, prices.workload, prices.cluster, hash_of(where / _PLAN), other).save(
+            where / PLANNED
+        )
         if other:
             typer.echo(
                 wrapped(f"row {index + 1}, unlike its layout, tells its own time alone: {'; '.join(other)}")
@@ -113,6 +115,11 @@ def measure_layout(
     if not math.isfinite(seconds):
         raise ValueError(f"--seconds must be a finite number of seconds, got {seconds:g}")
     planned = PlannedLayout.load(folder / PLANNED)
+    if hash_of(folder / _PLAN) != planned.run:
+        raise ValueError(
+            f"{folder / _PLAN} is not the plan that was written for {folder / PLANNED}: osdp cluster plan "
+            "--measure writes both"
+        )
     device = _join(planned.plan.layout.world_size)
     rank = dist.get_rank()
     try:
@@ -123,7 +130,7 @@ def measure_layout(
         if "out of memory" not in str(error):
             raise
         # The others wait in a collective and are ended by torchrun: this rank alone can tell.
-        MeasuredLayout(planned, seconds=None).save(folder / MEASURED)
+        MeasuredLayout(planned, seconds=None, device=_name_of(device)).save(folder / MEASURED)
         raise ValueError(
             f"rank {rank} ran out of memory, which {folder / MEASURED} tells --measured: {error}"
         ) from error
@@ -134,7 +141,7 @@ def measure_layout(
     peak = max(taken for *_, taken in of_ranks) or None
     if rank == 0:
         share = min(deviation / median, MOST_DEVIATION)
-        found = MeasuredLayout(planned, median, share, len(times), peak)
+        found = MeasuredLayout(planned, median, share, len(times), peak, _name_of(device))
         found.save(folder / MEASURED)
         typer.echo(_told(found))
     dist.destroy_process_group()
@@ -244,6 +251,12 @@ def _time_steps(step: Callable[[], None], device: "torch.device", seconds: float
         timed()
         for _ in tqdm(steps, desc="steps", leave=False, disable=None if dist.get_rank() == 0 else True)
     ]
+
+
+def _name_of(device: "torch.device") -> str:
+    import torch
+
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
 
 
 def _memory_in_use(device: "torch.device") -> int:

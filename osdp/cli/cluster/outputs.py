@@ -1,12 +1,13 @@
 """Output files of ``osdp cluster plan``."""
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 from typer import Option
 
-from osdp.cluster.measured_layout import MEASURED
+from osdp.cluster.measured_layout import MEASURED, PLANNED
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +74,20 @@ class OutputFiles:
                 f"--measure {self.measure}: has measured {', '.join(file.parent.name for file in found)}, "
                 "which would be lost: name another folder, or delete it"
             )
+        if self.measure is not None:
+            faults += [
+                f"--measure {self.measure}: {path.name} in it is not of an earlier call (no {PLANNED}): "
+                "name another folder"
+                for path in sorted(self.measure.glob("row*"))
+                if re.fullmatch(r"row\d+", path.name) and not (path / PLANNED).exists()
+            ]
+        places: dict[Path, list[str]] = {}
+        for name, path in files.items():
+            if path is not None and name not in ("measure", "export"):
+                places.setdefault(path.resolve(), []).append(f"--{name}")
+        faults += [
+            f"{' and '.join(names)} are one file, {path}" for path, names in places.items() if len(names) > 1
+        ]
         if self.plot is not None and self.plot.suffix not in (".png", ".html"):
             faults.append(f"--plot {self.plot}: must end in .png or .html")
         if faults:

@@ -58,11 +58,10 @@ def megatron(plan: ClusterPlan, workload: Workload, half: str) -> Export:
     shape = workload.shape
     layout, degrees = plan.most_memory_saving, plan.layout.degrees
     words: dict[str, int | str] = {
-        "num-layers": shape.layers + shape.decoder_layers,
+        **_megatron_lengths(shape),
         "hidden-size": shape.hidden,
         "ffn-hidden-size": shape.inner,
         "num-attention-heads": shape.heads,
-        "seq-length": shape.sequence,
         "max-position-embeddings": max(shape.positions, shape.sequence),
         "vocab-size": shape.vocabulary,
         "tensor-model-parallel-size": degrees.tp,
@@ -114,7 +113,7 @@ def megatron(plan: ClusterPlan, workload: Workload, half: str) -> Export:
     if not shape.causal and not shape.decoder_layers:
         notes.append("an encoder: these arguments are for its BERT, whose script adds its own")
     if shape.decoder_layers:
-        notes.append("an encoder-decoder: its stages must be specified by hand")
+        notes.append("an encoder-decoder: these arguments are for its T5, whose script adds its own")
     elif degrees.pp > 1:
         text.append(f"--pipeline-model-parallel-layout '{_megatron_layout(plan, shape)}'")
     if layout.schedule not in MEGATRON_SCHEDULES:
@@ -146,6 +145,17 @@ def _megatron_notes(layout: ParallelLayout, workload: Workload, half: str) -> li
     if shape.experts and tp > 1 and not workload.sequence_parallel:
         notes.append("tensor parallelism beside experts: refused there without sequence parallelism")
     return notes
+
+
+def _megatron_lengths(shape: TransformerShape) -> dict[str, int | str]:
+    if not shape.decoder_layers:
+        return {"num-layers": shape.layers, "seq-length": shape.sequence}
+    return {
+        "encoder-num-layers": shape.layers,
+        "decoder-num-layers": shape.decoder_layers,
+        "encoder-seq-length": shape.sequence,
+        "decoder-seq-length": shape.sequence,
+    }
 
 
 def _megatron_attention(shape: TransformerShape) -> tuple[dict[str, int | str], list[str]]:

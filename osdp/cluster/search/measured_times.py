@@ -5,12 +5,13 @@ layouts of a model on a machine, ``o_i`` is the layout's own. Both are normally 
 deviations that follow from a plan's :class:`osdp.cluster.spread.Spread`. Of measured layouts with logarithms
 ``e_i``, known up to the noise ``n_i`` of their steps, ``s`` has the posterior mean ::
 
-    sum_i e_i / (o^2 + n_i^2) / (1 / v + sum_i 1 / (o^2 + n_i^2))
+    sum_i e_i / (o^2 + n_i^2) / sum_i 1 / (o^2 + n_i^2)
 
-with ``v`` its variance before, when its mean is 0 (Gelman et al., "Bayesian Data Analysis", 3rd edition 2013,
-section 2.5); the inverse of the divisor is its variance. A layout that was measured takes what was measured;
-all others are scaled by ``exp(s)``, which leaves their order as it is. Where the plan that ran differs from
-its layout, its logarithm says nothing about ``s``.
+where nothing is assumed about it before (Gelman et al., "Bayesian Data Analysis", 3rd edition 2013, section
+2.8); the inverse of the divisor is its variance. With a mean of 0 before, layouts that were not measured
+would lie nearer to their predictions than those that were, and precede them in the table for no other reason.
+A layout that was measured takes what was measured; all others are scaled by ``exp(s)``, which leaves their
+order as it is. Where the plan that ran differs from its layout, its logarithm says nothing about ``s``.
 """
 
 import math
@@ -18,7 +19,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 from functools import cached_property
-from statistics import fmean
 
 from osdp.cluster.cost.stage import ClusterPrices
 from osdp.cluster.cost.step import nodes_of, price
@@ -87,10 +87,9 @@ class MeasuredTimes:
             for each in self._by_place.values()
             if each.seconds is not None and each.as_planned
         ]
-        variance = fmean([_shared_variance(each.plan.spread) for each, _ in pairs]) if pairs else 0.0
-        if not variance:
+        if not pairs:
             return 0.0, 0.0
-        weights, total = 1 / variance, 0.0
+        weights, total = 0.0, 0.0
         for each, seconds in pairs:
             weight = 1 / ((each.plan.spread.own / _NINE_TENTHS) ** 2 + each.noise**2)
             weights += weight
@@ -141,9 +140,29 @@ class MeasuredTimes:
         """What the measurements say about layouts that were not measured, as text; empty without any."""
         if not self.measured:
             return ""
-        if self.factor_is_known:
-            return f"times of rows without (m) are {self.factor:.2f} times what is predicted, by those with"
-        return "times of rows without (m) are as predicted: what was measured says nothing about them"
+        devices = ", ".join(dict.fromkeys(each.device or "unknown devices" for each in self.measured))
+        if not self.factor_is_known:
+            told = "times of rows without (m) are as predicted: what was measured says nothing about them"
+        else:
+            told = f"times of rows without (m) are {self.factor:.2f} times what is predicted, by those with"
+        told += f" (measured on {devices})"
+        spread = next(iter(self._by_place.values())).plan.spread
+        if not spread.low <= self.factor <= spread.high:
+            told += (
+                f"; nine in ten predictions are within {spread.low:.2f} to {spread.high:.2f}: check that "
+                "these are the devices, the links and the precision of the cluster file"
+            )
+        now = {group.node.name: group.node for group in self.prices.cluster.groups}
+        then = [group.node for each in self.measured for group in each.planned.cluster.groups]
+        changed = {
+            f"{each.name} of {node.name}"
+            for node in then
+            for each in fields(node)
+            if each.name != "price" and getattr(node, each.name) != getattr(now[node.name], each.name)
+        }
+        if changed:
+            told += f"; the cluster file has changed since they were planned: {', '.join(sorted(changed))}"
+        return told
 
     def wider(self, goal: PlannerGoal) -> PlannerGoal:
         """The goal of a search by predicted times that finds all plans that may reach ``goal``."""
@@ -170,8 +189,8 @@ class MeasuredTimes:
             counts: Number of nodes of each kind, if other than of the goal.
 
         Returns:
-            The search's result with the first ``goal.top`` of its plans and the measured ones of the space;
-            none that ran out of memory.
+            The search's result with the first ``goal.top`` of its plans and the measured ones of the space,
+            and after them the other measured ones; none that ran out of memory.
         """
         if not self.measured:
             return found
@@ -185,8 +204,10 @@ class MeasuredTimes:
         kept = sorted(
             (plan for plan in corrected if _reaches(plan, goal)), key=lambda plan: value_of(plan, goal)
         )
-        best = tuple(replace(plan, optimal=not rank) for rank, plan in enumerate(kept[: goal.top]))
-        return replace(found, plans=best)
+        listed = with_measured(kept, goal.top)
+        return replace(
+            found, plans=tuple(replace(plan, optimal=not rank) for rank, plan in enumerate(listed))
+        )
 
     def front(self, plans: Sequence[ClusterPlan], best: ClusterPlan) -> list[ClusterPlan]:
         """A front of predicted times and costs by corrected times; by devices where prices are unknown.
@@ -233,8 +254,8 @@ def _require_alike(prices: ClusterPrices, measured: Sequence[MeasuredLayout]) ->
             for each in fields(workload)
             if each.name != "shape" and getattr(was, each.name) != getattr(workload, each.name)
         ]
-        if planned.nodes != kinds:
-            faults.append(f"{', '.join(planned.nodes)} were measured, not {', '.join(kinds)}")
+        if (others := kinds_of(planned.cluster)) != kinds:
+            faults.append(f"{', '.join(others)} were measured, not {', '.join(kinds)}")
             continue
         if fault := _layout_fault(prices, planned.plan):
             faults.append(fault)
@@ -318,10 +339,9 @@ def _pooled(prices: ClusterPrices, group: Sequence[MeasuredLayout]) -> _Measured
     )
 
 
-def _shared_variance(spread: Spread) -> float:
-    """Variance of the logarithm of the shared factor, before anything is measured."""
-    deviation = math.log(spread.high / spread.low) / 2 / _NINE_TENTHS
-    return max(deviation**2 - (spread.own / _NINE_TENTHS) ** 2, 0.0)
+def with_measured(plans: Sequence[ClusterPlan], top: int) -> list[ClusterPlan]:
+    """The first ``top`` plans, and all others that were measured."""
+    return [plan for rank, plan in enumerate(plans) if rank < top or plan.measured_steps]
 
 
 def _noise(found: MeasuredLayout) -> float:
@@ -334,7 +354,11 @@ def _scaled(plan: ClusterPlan, factor: float) -> ClusterPlan:
 
 
 def _place(plan: ClusterPlan) -> tuple[object, ...]:
-    return plan.layout, plan.bounds, plan.slots
+    """What tells measured plans apart. A single microbatch takes the same steps by GPipe and by 1F1B."""
+    layout = plan.layout
+    if layout.microbatches == 1 and layout.schedule_kind.no_better_than is not None:
+        layout = replace(layout, schedule=layout.schedule_kind.no_better_than)
+    return layout, plan.bounds, plan.slots
 
 
 def _reaches(plan: ClusterPlan, goal: PlannerGoal) -> bool:

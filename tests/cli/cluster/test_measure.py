@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -53,11 +54,12 @@ def test_layouts_are_measured_and_planned_with(tmp_path: Path, capsys: pytest.Ca
     assert found.steps >= 5 and found.seconds is not None
     assert "a step takes" in done.stdout and f"median of {found.steps}" in done.stdout
 
-    # On two processors a step takes many times what two A100 would, and the other rows become the first.
+    # On two processors a step takes many times what two A100 would, and so would those of the other rows.
     run(*asked, "--measured", str(folder), "--json", str(table))
     planned = json.loads(table.read_text(encoding="utf8"))
-    assert "times what is predicted, by those with" in capsys.readouterr().out
-    assert planned[0]["measured steps"] == 0
+    told = capsys.readouterr().out
+    assert "times what is predicted, by those with (measured on CPU); nine in ten" in told
+    assert planned[0]["measured steps"] == found.steps
     degrees, layout = found.plan.layout.degrees, found.plan.layout
     words_of = ["--tp", "1", "--pp", str(degrees.pp), "--dp", str(degrees.dp)]
     words_of += [
@@ -81,10 +83,12 @@ def test_layouts_are_measured_and_planned_with(tmp_path: Path, capsys: pytest.Ca
         run(*asked, "--measure", str(folder))
     (rows[0] / "measured.json").unlink()
     (folder / "rows.txt").write_text("mine")
-    (folder / "row9").mkdir()
     run(*asked, "--measure", str(folder), "--pp", "1", "--micro-batch", "1")
-    assert sorted(path.name for path in folder.iterdir())[-2:] == ["row9", "rows.txt"]
+    assert sorted(path.name for path in folder.iterdir())[-1] == "rows.txt"
     assert Plan.load(folder / "row1" / "plan.json").dp == 2
+    replace(Plan.load(folder / "row1" / "plan.json"), notes=("another",)).save(folder / "row1" / "plan.json")
+    with pytest.raises(RuntimeError, match=r"plan\.json is not the plan that was written for"):
+        run("cluster", "measure", str(folder / "row1"))
 
 
 def test_stages_are_measured_on_the_same_tokens(tmp_path: Path) -> None:
@@ -97,7 +101,15 @@ def test_stages_are_measured_on_the_same_tokens(tmp_path: Path) -> None:
 
 def test_bad_input_is_told_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
+    (tmp_path / "mine" / "row2").mkdir(parents=True)
+    one = str(tmp_path / "rows.csv")
     faults = {
+        ("--measure", str(tmp_path / "mine")): "row2 in it is not of an earlier call",
+        ("--csv", one, "--json", one): "--csv and --json are one file",
+        ("--set", "sequence=64"): "--seq 32 and --set sequence=64 contradict",
+        ("--deadline", "infh", "--steps", "9"): "a time is a positive number",
+        ("--model", "t5-large", "--target", "megatron-bf16", "--pp", "2"): "encoder-decoders in one stage",
+        ("--budget", "inf", "--steps", "9"): "--budget inf: must be positive and finite",
         ("--measure", str(tmp_path / "file")): "is a file, not a folder",
         ("--measured", str(tmp_path)): r"has no measured\.json: osdp cluster measure writes it",
         ("--measure", str(tmp_path / "row"), "--set", "experts=8", "--set", "experts_per_token=2"): "experts",

@@ -13,7 +13,8 @@ from osdp.cluster.cost.step import price
 from osdp.cluster.devices import parse_devices
 from osdp.cluster.export.breakdown import breakdown, step_parts
 from osdp.cluster.export.frameworks import Export, exports
-from osdp.cluster.plan import ClusterPlan, ParallelLayout, RecomputeLayers, StageSlot
+from osdp.cluster.known_transformers import shape_of
+from osdp.cluster.plan import ClusterPlan, ParallelLayout, RecomputeLayers, StageSlot, Workload
 from osdp.plan.dims import ParallelDims
 from tests.helpers.clusters import FAST, cluster, node_type, workload
 
@@ -59,6 +60,25 @@ def test_latent_attention_and_norms_of_heads_are_exported() -> None:
         assert all(word in text for word in words), text
         assert "--kv-channels" not in text
     assert "layernorm" not in exports(plan_of(2, 4), LOAD)[0].text
+
+
+def plan_of_t5() -> tuple[ClusterPlan, Workload]:
+    load = replace(LOAD, shape=shape_of("t5-large", {"layers": 2, "decoder_layers": 3}))
+    layout = ParallelLayout(ParallelDims(1, 8, 1), 1, 1, zero=1)
+    return price(ClusterPrices(NODES, load), layout, (0, 8), [StageSlot((2,))]), load
+
+
+def test_encoder_decoders_are_exported_with_both_depths() -> None:
+    """Megatron-LM takes the number of layers for that of the encoder, which had all of them."""
+    text = exports(*plan_of_t5())[0].text
+    lengths = (
+        "encoder-num-layers 2",
+        "decoder-num-layers 3",
+        "encoder-seq-length 512",
+        "decoder-seq-length 512",
+    )
+    assert all(f"--{word} " in text for word in lengths), text
+    assert "--num-layers" not in text and "--seq-length" not in text
 
 
 def test_precision_dropout_positions_and_overlap_are_exported() -> None:
@@ -163,7 +183,7 @@ def test_every_option_is_one_of_the_framework(half: str) -> None:
             (1, 1, 3, RecomputeLayers.FULL), (2, 2, 2, RecomputeLayers.NONE),
         )
     ]  # fmt: skip
-    plans = [(plan_of_experts(4), EXPERTS)]
+    plans = [(plan_of_experts(4), EXPERTS), plan_of_t5()]
     for load in loads:
         for layout in layouts:
             pp = layout.degrees.pp

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from osdp.cluster.cost.stage import ClusterPrices
-from osdp.cluster.measured_layout import MeasuredLayout, PlannedLayout, kinds_of, load_measured
+from osdp.cluster.measured_layout import MeasuredLayout, PlannedLayout, load_measured
 from osdp.cluster.plan import ClusterPlan, RecomputeLayers, StageSlot
 from osdp.cluster.search.alternatives import alternatives
 from osdp.cluster.search.infeasible import no_plan_error
@@ -41,9 +41,9 @@ def measured(
     deviation: float = 0.0,
     departures: tuple[str, ...] = (),
 ) -> MeasuredLayout:
-    planned = PlannedLayout(plan, prices.workload, kinds_of(prices.cluster), departures)
+    planned = PlannedLayout(plan, prices.workload, prices.cluster, departures=departures)
     seconds = None if factor is None else factor * plan.step_seconds
-    return MeasuredLayout(planned, seconds, deviation, 100)
+    return MeasuredLayout(planned, seconds, deviation, 100, device="H9")
 
 
 def searched(
@@ -72,15 +72,13 @@ def test_a_measured_layout_takes_what_was_measured(
 def test_the_others_follow_as_far_as_errors_are_shared(
     prices: ClusterPrices, plans: tuple[ClusterPlan, ...]
 ) -> None:
-    """The posterior is that of a normal distribution, computed here by summing over a grid."""
+    """The posterior is that of normal distributions, computed here by summing over a grid."""
     factors = (1.5, 1.3)
     found = [measured(prices, plan, factor, 0.02) for plan, factor in zip(plans, factors, strict=False)]
     times = MeasuredTimes(prices, found)
-    spread = PUBLISHED_SPREAD
-    low, high, own = math.log(spread.low), math.log(spread.high), spread.own / 1.645
-    deviation = math.sqrt(((high - low) / 2 / 1.645) ** 2 - own**2)
+    own = PUBLISHED_SPREAD.own / 1.645
     grid = np.linspace(-1, 1, 20001)
-    density = np.exp(-0.5 * (grid / deviation) ** 2)
+    density = np.ones_like(grid)
     for factor in factors:
         density *= np.exp(-0.5 * (math.log(factor) - grid) ** 2 / (own**2 + 0.01**2))
     mean = (density * grid).sum() / density.sum()
@@ -94,7 +92,48 @@ def test_the_others_follow_as_far_as_errors_are_shared(
         pytest.approx(other.step_seconds * math.exp(width)),
     )
     # It is known better than before anything was measured.
-    assert width < (high - low) / 2
+    assert width < math.log(PUBLISHED_SPREAD.high / PUBLISHED_SPREAD.low) / 2
+
+
+def test_layouts_that_were_not_measured_do_not_precede_those_that_were(
+    prices: ClusterPrices, plans: tuple[ClusterPlan, ...]
+) -> None:
+    """A step took twice what was predicted: so do those of its neighbours, and the best stays the best."""
+    times = MeasuredTimes(prices, [measured(prices, plans[0], 2.0)])
+    assert times.factor == pytest.approx(2.0)
+    assert [plan.layout for plan in searched(prices, list(times.measured))] == [plan.layout for plan in plans]
+    assert (
+        "are 2.00 times" in times.told() and "nine in ten predictions are within 0.87 to 1.45" in times.told()
+    )
+    usual = MeasuredTimes(prices, [measured(prices, plans[0], 1.2)])
+    assert "(measured on H9)" in usual.told() and "nine in ten" not in usual.told()
+
+
+def test_measured_layouts_are_listed_wherever_they_rank(
+    prices: ClusterPrices, plans: tuple[ClusterPlan, ...]
+) -> None:
+    found = searched(prices, [measured(prices, plans[0], 1.0), measured(prices, plans[1], 9.0)])
+    assert [plan.measured_steps for plan in found] == [100, 0, 0, 0, 0, 0, 100]
+
+
+def test_one_microbatch_takes_as_long_by_either_schedule(prices: ClusterPrices) -> None:
+    alone = LayoutSpace(token_slices=(1,), pp=(2,), dp=(1,), tp=(4,), samples=(16,), schedules=("1f1b",))
+    (plan, *_) = best_plans(prices, alone, PlannerGoal(top=5)).plans
+    assert plan.layout.microbatches == 1
+    times = MeasuredTimes(prices, [measured(prices, plan, 1.3)])
+    other = times.corrected(replace(plan, layout=replace(plan.layout, schedule="gpipe")))
+    assert other.measured_steps == 100 and other.step_seconds == pytest.approx(1.3 * plan.step_seconds)
+
+
+def test_a_changed_cluster_file_is_told(prices: ClusterPrices, plans: tuple[ClusterPlan, ...]) -> None:
+    found = [measured(prices, plans[0], 1.2)]
+    assert "has changed" not in MeasuredTimes(prices, found).told()
+    node = node_type(FAST, 4, per_hour=9.0)
+    quicker = replace(node, inside=replace(node.inside, bandwidth=2 * node.inside.bandwidth))
+    for changed, told in ((node, ""), (quicker, "has changed since they were planned: inside of fast")):
+        now = ClusterPrices(cluster((changed, 2)), prices.workload)
+        text = MeasuredTimes(now, found).told()
+        assert told in text and ("has changed" in text) == bool(told)
 
 
 def test_the_ranking_is_that_of_all_corrected_layouts(
@@ -117,8 +156,9 @@ def test_the_ranking_is_that_of_all_corrected_layouts(
             key=lambda plan: plan.step_seconds,
         )
         ranked = searched(prices, found)
-        assert [plan.step_seconds for plan in ranked] == [plan.step_seconds for plan in expected[:6]]
-        assert [plan.optimal for plan in ranked] == [True] + 5 * [False]
+        listed = expected[:6] + [plan for plan in expected[6:] if plan.measured_steps]
+        assert [plan.step_seconds for plan in ranked] == [plan.step_seconds for plan in listed]
+        assert [plan.optimal for plan in ranked] == [True] + (len(listed) - 1) * [False]
 
 
 def test_layouts_that_ran_otherwise_tell_nothing_about_the_others(
@@ -281,4 +321,4 @@ def test_files_are_found_in_and_below_folders(
     with pytest.raises(ValueError, match=r"nowhere has no measured\.json: osdp cluster measure writes it"):
         load_measured([tmp_path / "nowhere"])
     with pytest.raises(ValueError, match="at least 1 step"):
-        MeasuredLayout(PlannedLayout(plans[0], prices.workload, ("fast",)), 1.0)
+        MeasuredLayout(PlannedLayout(plans[0], prices.workload, prices.cluster), 1.0)
