@@ -6,8 +6,8 @@ their peaks, and whole steps are timed in turn beside their predictions. Within 
 says whether predictions order the plans as times do; pairs whose times differ by 3 % or less do not count.
 
 The speed of the machine drifts by 10 % within minutes, by what else its host does. So the model is profiled
-once more after the steps, and a prediction is the mean of what the two profiles say of the plan; the errors
-of the first alone, from which the plans were made, stand beside.
+and the links are measured once more after the steps, and a prediction is the mean of what both say of the
+plan; the errors of the first alone, from which the plans were made, stand beside.
 
 With ``--device cuda`` one device trains each model by itself and under a fake process group (all of FSDP2's
 copies and hooks, no communication).
@@ -23,6 +23,7 @@ from statistics import fmean, median
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.support import harness
@@ -45,6 +46,8 @@ FRACTIONS = (0.1, 0.3, 0.5, 0.7, 0.9)
 #: Plans of a group that are enough for Kendall's tau, and the relative difference of times that counts.
 ENOUGH, DIFFERENT = 6, 0.03
 LOSS_TOLERANCE = 1e-3
+#: About how long the slowest plan is timed: other programs come and go in bursts of half a second.
+SECONDS, MOST_ROUNDS = 4.0, 80
 TIMEOUT = 600
 
 
@@ -100,20 +103,25 @@ def compare(rank: int, world_size: int, *, case: str, local_batch: int, rounds: 
         if all(_choices(plan) != _choices(other) for other in plans.values()):
             plans[f"searched {fraction}"] = plan
     steps = {name: setting.candidate(device, plan).prepare(mesh) for name, plan in plans.items()}
+    # Losses are compared after few steps, as those of small batches drift apart.
     turns = take_turns(steps, rounds=rounds, warmup=3)
+    slowest = torch.tensor(max(median(seconds) for seconds in turns.seconds.values()))
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)  # as many rounds on every rank
+    more = take_turns(steps, rounds=max(min(int(SECONDS / float(slowest)), MOST_ROUNDS), 1), warmup=0)
     steps.clear()
     after = make_setting_together(CASES[case], setting.training, mesh).profile
+    device_after = DeviceInfo.detect("1TiB", cache_dir=None)
     return {
         "predicted": {name: plan.predicted.step_seconds for name, plan in plans.items()},
         "predicted_after": {
-            name: evaluate(plan, after, device, plan.training, setting.model_desc).step_seconds
+            name: evaluate(plan, after, device_after, plan.training, setting.model_desc).step_seconds
             for name, plan in plans.items()
         },
         "units": {name: len(plan.units) for name, plan in plans.items()},
-        "seconds": turns.seconds,
+        "seconds": {name: seconds + more.seconds[name] for name, seconds in turns.seconds.items()},
         "losses": turns.losses,
         "steps": turns.steps,
-        "doubts": list(device.doubts),
+        "doubts": list(dict.fromkeys([*device.doubts, *device_after.doubts])),
     }
 
 

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -33,25 +33,39 @@ _Model = Annotated[
 ]
 
 
+@dataclass(frozen=True, kw_only=True)
+class SearchChoices:
+    """Options of the search: what it may choose, and what is given."""
+
+    microbatches: Annotated[
+        int | None, typer.Option(help="microbatches per step; by default 1, or 4 x pp with stages")
+    ] = None
+    strategy: Annotated[
+        str | None, typer.Option(help="use this sharding strategy everywhere, for example FULL_SHARD")
+    ] = None
+    slices: Annotated[bool, typer.Option(help="allow operators to run in slices")] = True
+    recompute: Annotated[bool, typer.Option(help="allow recomputation of blocks")] = True
+    offload: Annotated[bool, typer.Option(help="allow offloading of sharded states to host memory")] = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayoutOptions:
+    """Options of the layout of ranks: degrees, and the schedule of stages."""
+
+    pp: Annotated[int, typer.Option(min=1, help="pipeline-parallel degree")] = 1
+    dp: Annotated[
+        int | None, typer.Option(min=1, help="data-parallel degree; the number of devices described")
+    ] = None
+    tp: Annotated[int, typer.Option(min=1, help="tensor-parallel degree")] = 1
+    schedule: Annotated[str | None, typer.Option(help="pipeline schedule; by default the fastest")] = None
+
+
 def plan(
     model: _Model,
     described: DescribeOptions,
+    choices: SearchChoices,
+    layout: LayoutOptions,
     device: Annotated[Path | None, typer.Option(help="JSON file of another device description")] = None,
-    microbatches: Annotated[
-        int | None, typer.Option(help="microbatches per step; by default 1, or 4 x pp with stages")
-    ] = None,
-    strategy: Annotated[
-        str | None, typer.Option(help="use this sharding strategy everywhere, for example FULL_SHARD")
-    ] = None,
-    slices: Annotated[bool, typer.Option(help="allow operators to run in slices")] = True,
-    recompute: Annotated[bool, typer.Option(help="allow recomputation of blocks")] = True,
-    offload: Annotated[bool, typer.Option(help="allow offloading of sharded states to host memory")] = True,
-    pp: Annotated[int, typer.Option(min=1, help="pipeline-parallel degree")] = 1,
-    dp: Annotated[
-        int | None, typer.Option(min=1, help="data-parallel degree; the number of devices described")
-    ] = None,
-    tp: Annotated[int, typer.Option(min=1, help="tensor-parallel degree")] = 1,
-    schedule: Annotated[str | None, typer.Option(help="pipeline schedule; by default the fastest")] = None,
     trust_code: TrustCode = False,
     page: _Page = None,
     out: Out = Path("plan.json"),
@@ -62,6 +76,7 @@ def plan(
 
     found = _described(model, described, device)
     device_info = found.device
+    dp, microbatches = layout.dp, choices.microbatches
     if dp not in (None, device_info.world_size):
         raise ValueError(
             f"--dp {dp} does not match the number of devices described, {device_info.world_size}: profile on "
@@ -71,21 +86,22 @@ def plan(
     options: dict[str, Any] = {
         "training": replace(found.training, microbatches=microbatches or 1),
         "profile": found.profile,
-        "strategy": strategy,
-        "slices": SLICES if slices else (),
-        "recompute": recompute,
-        "offload": offload,
+        "strategy": choices.strategy,
+        "slices": SLICES if choices.slices else (),
+        "recompute": choices.recompute,
+        "offload": choices.offload,
     }
-    if pp > 1 or tp > 1:
+    if layout.pp > 1 or layout.tp > 1:
         if described.devices is not None:
             raise ValueError("--devices plans data parallelism; stages of a cluster: osdp cluster plan")
-        options |= {"pp": pp, "dp": device_info.world_size, "tp": tp, "schedule": schedule}
+        options |= {"pp": layout.pp, "dp": device_info.world_size, "tp": layout.tp}
+        options["schedule"] = layout.schedule
         options["microbatches"] = () if microbatches is None else (microbatches,)
         module, sample = load_described_model(Path(model), trust_code=trust_code)
         with _shortfall_in(page):
             made = make_plan(module, sample, device_info, **options)
-    elif schedule is not None:
-        raise ValueError(f"--schedule {schedule} is for pipeline stages: pass --pp as well")
+    elif layout.schedule is not None:
+        raise ValueError(f"--schedule {layout.schedule} is for pipeline stages: pass --pp as well")
     else:
         with _shortfall_in(page):
             made = make_plan(None, found.model_desc, device_info, **options)

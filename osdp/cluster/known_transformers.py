@@ -159,7 +159,7 @@ class _Kind:
 
     Attributes:
         needed: Fields of the shape, or keys of its configuration, without which its class of configurations
-            takes those of one published model.
+            takes those of one published model; :data:`_MAY_BE_NONE` among them say so by ``null``.
     """
 
     gated: bool = False
@@ -179,14 +179,17 @@ def _like_llama(*needed: str, tied: bool = False, head_norms: bool = False) -> _
     )  # fmt: skip
 
 
+#: What a configuration may have as ``null``: no latent of queries or shared experts, heads as usual.
+_MAY_BE_NONE = ("query_latent", "n_shared_experts", "kv_heads", "head_width")
 _EXPERTS = ("experts", "experts_per_token")
 _DEEPSEEK = (*_EXPERTS, "expert_width", "n_shared_experts", "dense_layers")
 _LATENTS = ("kv_latent", "query_latent", "qk_nope_head_dim", "rotary_width", "value_width")
 _KINDS = {
-    **dict.fromkeys(("gpt2", "gpt_neo", "opt"), _Kind()),
+    **dict.fromkeys(("gpt2", "gpt_neo"), _Kind()),
+    "opt": _Kind(needed=("feed_forward",)),
     "gptj": _Kind(learnt_positions=False, tied=False),
-    **dict.fromkeys(("bert", "roberta"), _Kind(causal=False)),
-    "t5": _Kind(biases=False, learnt_positions=False, causal=False),
+    **dict.fromkeys(("bert", "roberta"), _Kind(causal=False, needed=("feed_forward",))),
+    "t5": _Kind(biases=False, learnt_positions=False, causal=False, needed=("feed_forward", "head_width")),
     "llama": _like_llama(),
     **dict.fromkeys(("mistral", "qwen2"), _like_llama("kv_heads")),
     "mixtral": _like_llama("kv_heads", *_EXPERTS),
@@ -209,7 +212,8 @@ def shape_of(model: str, overrides: Mapping[str, Any] | None = None) -> Transfor
         overrides: Fields of the shape to change.
 
     Raises:
-        ValueError: The model or a field is unknown; the message lists the known ones and the closest match.
+        ValueError: The model or a field is unknown; the message lists the known ones and the closest match;
+            or learnt positions are fewer than the sequence.
     """
     if model.endswith(".json"):
         content = read_json(model)
@@ -228,7 +232,13 @@ def shape_of(model: str, overrides: Mapping[str, Any] | None = None) -> Transfor
             + (f"; did you mean {close[0]}?" if close else "")
             + " A JSON file with a configuration is accepted as well"
         )
-    return with_fields(shape, overrides or {})
+    made = with_fields(shape, overrides or {})
+    if 0 < made.positions < made.sequence:
+        raise ValueError(
+            f"{made.name} has {made.positions} learnt positions, fewer than its sequence of {made.sequence}: "
+            f"pass a shorter sequence, or positions={made.sequence} if the model is to have more"
+        )
+    return made
 
 
 def with_fields(shape: TransformerShape, overrides: Mapping[str, Any]) -> TransformerShape:
@@ -240,13 +250,7 @@ def with_fields(shape: TransformerShape, overrides: Mapping[str, Any]) -> Transf
     known = [field.name for field in dataclass_fields(TransformerShape)]
     if unknown := sorted(set(overrides) - set(known)):
         raise ValueError(f"a model has no {', '.join(unknown)}; there are {', '.join(known)}")
-    made = replace(shape, **overrides)
-    if 0 < made.positions < made.sequence and shape.positions >= shape.sequence:
-        raise ValueError(
-            f"a sequence of {made.sequence} is longer than the {made.positions} learnt positions of "
-            f"{shape.name}; if the model is to have more, --set positions={made.sequence}"
-        )
-    return made
+    return replace(shape, **overrides)
 
 
 def shape_from_config(config: Mapping[str, Any], name: str, sequence: int | None = None) -> TransformerShape:
@@ -278,21 +282,21 @@ def shape_from_config(config: Mapping[str, Any], name: str, sequence: int | None
     }
     if sequence is not None:
         found.setdefault("sequence", sequence)
-    needed = ("layers", "hidden", "heads", "vocabulary", "sequence")
-    if missing := [f"{field} ({' or '.join(_FIELDS[field])})" for field in needed if field not in found]:
+    kind = _KINDS.get(word, _Kind())
+    missing = [
+        field for field in (*_ALWAYS, *kind.needed) if not _tells(config, field) and field not in found
+    ]
+    if missing:
+        names = [
+            f"{field} ({' or '.join(_FIELDS[field])})" if field in _FIELDS else field for field in missing
+        ]
         raise ValueError(
-            f"the configuration of {name} lacks {', '.join(missing)}; no default is assumed, please add it"
-            + (" (or pass --seq)" if "sequence" not in found else "")
+            f"the configuration of {name} lacks {', '.join(names)}; no default is assumed, please add "
+            + ("it" if len(missing) == 1 else "them")
+            + (" (a sequence is also given by --seq)" if "sequence" in missing else "")
         )
     if word not in _KINDS:
         raise ValueError(unknown)
-    kind = _KINDS[word]
-    ways = [_FIELDS.get(field, (field,)) for field in kind.needed]
-    if missing := [" or ".join(keys) for keys in ways if not any(key in config for key in keys)]:
-        raise ValueError(
-            f"the configuration of {name} lacks {', '.join(missing)}; no default is assumed, please add "
-            f"{'it' if len(missing) == 1 else 'them'}"
-        )
     _require_every_layer(config, name)
     if not found.get("experts"):
         found = {field: value for field, value in found.items() if field not in _OF_EXPERTS}
@@ -320,6 +324,15 @@ def shape_from_config(config: Mapping[str, Any], name: str, sequence: int | None
         rotary_base=_rotary_base(config),
         dropout=_has_dropout(config, kind.dropout),
     )
+
+
+#: Fields of a shape that every configuration must tell.
+_ALWAYS = ("layers", "hidden", "heads", "vocabulary", "sequence")
+
+
+def _tells(config: Mapping[str, Any], field: str) -> bool:
+    values = [config[key] for key in _FIELDS.get(field, (field,)) if key in config]
+    return bool(values) and (field in _MAY_BE_NONE or any(value is not None for value in values))
 
 
 def _require_every_layer(config: Mapping[str, Any], name: str) -> None:

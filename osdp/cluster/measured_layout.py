@@ -1,6 +1,5 @@
 """MeasuredLayout: what a step of a cluster plan took on the devices that it is for."""
 
-import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +23,7 @@ class PlannedLayout(Savable):
         plan: The plan.
         workload: Model, batch and precision.
         cluster: Its cluster.
-        run: Hash of the file with the plan that runs it (:func:`hash_of`); empty if there is none.
+        plan_fingerprint: :func:`osdp.codec.fingerprint` of the plan that runs it.
         departures: Where the plan that runs differs from the layout. Its time then tells what that plan
             takes, and nothing about other layouts.
     """
@@ -32,7 +31,7 @@ class PlannedLayout(Savable):
     plan: ClusterPlan
     workload: Workload
     cluster: Cluster
-    run: str = ""
+    plan_fingerprint: str
     departures: tuple[str, ...] = ()
 
 
@@ -47,7 +46,7 @@ class MeasuredLayout(Savable):
         steps: Number of measured steps.
         peak_bytes: Memory in use on the fullest device, context and communicators included; ``None`` where
             that is not told.
-        device: Name of the devices that it ran on.
+        devices: Names of the devices that it ran on.
     """
 
     planned: PlannedLayout
@@ -55,7 +54,7 @@ class MeasuredLayout(Savable):
     deviation: float = 0.0
     steps: int = 0
     peak_bytes: int | None = None
-    device: str = ""
+    devices: tuple[str, ...] = ()
 
     @property
     def plan(self) -> ClusterPlan:
@@ -70,11 +69,6 @@ class MeasuredLayout(Savable):
                 f"{MOST_DEVIATION:g} times the median; got "
                 f"seconds={self.seconds}, steps={self.steps}, deviation={self.deviation}"
             )
-
-
-def hash_of(file: Path) -> str:
-    """SHA-256 of the content of a file."""
-    return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 def kinds_of(cluster: Cluster) -> tuple[str, ...]:

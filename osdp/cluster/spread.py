@@ -40,6 +40,11 @@ class Spread:
                 f"an interval contains its prediction, low <= 1 <= high, and own and shared >= 0; got {self}"
             )
 
+    @property
+    def shares(self) -> bool:
+        """Whether a part of the error is shared by all layouts of a model on a machine."""
+        return math.log(self.high / self.low) / 2 > self.own * (1 + 1e-9)
+
     def alike(self, other: "Spread", ratio: float) -> bool:
         """Whether two predictions, the one ``ratio`` times the other, cannot be told apart."""
         return abs(math.log(ratio)) <= math.hypot(self.own, other.own, self.shared - other.shared)

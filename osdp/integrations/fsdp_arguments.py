@@ -200,21 +200,7 @@ def translate(given: Mapping[str, Any]) -> tuple[dict[str, Any], Computation]:
     put("param_dtype", given.get("compute_dtype"), "compute_dtype")
     if given.get("fp32_reduce_scatter"):
         put("reduce_dtype", torch.float32, "fp32_reduce_scatter")
-    strategy = given.get("sharding_strategy")
-    if strategy is not None:
-        word = strategy.name if isinstance(strategy, ShardingStrategy) else str(strategy)
-        if word in _STRATEGIES:
-            put("strategy", _STRATEGIES[word], "sharding_strategy")
-        else:
-            faults.append(f"sharding_strategy={word}: there are {', '.join(_STRATEGIES)}")
-    reshards = given.get("reshard_after_forward")
-    if isinstance(reshards, bool):
-        mode = Mode.FULL_SHARD if reshards else Mode.SHARD_GRAD_OP
-        put("strategy", mode, "reshard_after_forward")
-    elif reshards is not None:
-        faults.append(
-            f"reshard_after_forward={reshards}: for groups of {reshards} ranks pass group_sizes=({reshards},)"
-        )
+    faults += _put_strategy(given, put)
     for source in ("cpu_offload", "offload_policy", "move_params_to_cpu"):
         if source in given and given[source] is not None:
             put("offload", _offloads(given[source]), source)
@@ -238,6 +224,26 @@ def translate(given: Mapping[str, Any]) -> tuple[dict[str, Any], Computation]:
         for note in notes:
             logger.info(note)
     return options, computation
+
+
+def _put_strategy(given: Mapping[str, Any], put: Callable[[str, Any, str], None]) -> list[str]:
+    """Put the strategy of FSDP1's or FSDP2's arguments; returns what is wrong with them."""
+    faults = []
+    strategy = given.get("sharding_strategy")
+    if strategy is not None:
+        word = strategy.name if isinstance(strategy, ShardingStrategy) else str(strategy)
+        if word in _STRATEGIES:
+            put("strategy", _STRATEGIES[word], "sharding_strategy")
+        else:
+            faults.append(f"sharding_strategy={word}: there are {', '.join(_STRATEGIES)}")
+    reshards = given.get("reshard_after_forward")
+    if isinstance(reshards, bool):
+        put("strategy", Mode.FULL_SHARD if reshards else Mode.SHARD_GRAD_OP, "reshard_after_forward")
+    elif reshards is not None:
+        faults.append(
+            f"reshard_after_forward={reshards}: for groups of {reshards} ranks pass group_sizes=({reshards},)"
+        )
+    return faults
 
 
 def without_contradictions(translated: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:

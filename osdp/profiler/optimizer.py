@@ -24,6 +24,8 @@ from osdp.torch_private.muon import orthogonalize
 
 #: (number of tensors, elements of each): many small ones for the cost per tensor, a few large ones for the
 #: cost per byte. The large ones, with gradients and optimizer states, are several times larger than caches.
+#: Increased with every change of what is measured, so that older cache files are not read.
+_METHOD = 2
 _SMALL = (48, 64)
 _LARGE = (4, 2**21)
 
@@ -114,7 +116,7 @@ def cached_optimizer(
     return cache.get_or_measure(
         "optimizer",
         OptimizerProfile,
-        [flags, hardware(torch.device(device)), None if mesh is None else mesh.ndim],
+        [_METHOD, flags, hardware(torch.device(device)), None if mesh is None else mesh.ndim],
         lambda: profile_optimizer(training, device=device, mesh=mesh, **options),
     )
 

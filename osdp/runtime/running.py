@@ -16,6 +16,7 @@ from osdp.runtime.computation import Computation
 from osdp.runtime.mesh import data_parallel_mesh, parallel_mesh
 from osdp.runtime.pipeline.apply import apply_pipeline
 from osdp.runtime.sharding.apply import apply_sharding
+from osdp.runtime.sharding.backward_pass import Backwards
 from osdp.runtime.sharding.sharded_model import ShardedModel
 from osdp.runtime.stages import ParameterStore, RunningStage, StageLinks
 
@@ -146,8 +147,7 @@ def apply(
             model,
             plan,
             mesh,
-            find_unused_parameters=find_unused_parameters,
-            double_backward=double_backward,
+            backwards=Backwards(find_unused_parameters, double_backward),
             computation=computation,
         )
     if computation not in (None, Computation()):

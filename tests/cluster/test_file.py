@@ -150,18 +150,28 @@ def test_what_configurations_of_a_kind_must_tell_is_not_assumed() -> None:
         whole |= {key: value for key, value in odd.items() if key in whole}
         assert shape_from_config(whole, kind).layers == whole["num_hidden_layers"]
         del whole["intermediate_size"]
-        with pytest.raises(ValueError, match=f"the configuration of {kind} lacks intermediate_size or"):
+        with pytest.raises(
+            ValueError, match=f"the configuration of {kind} lacks feed_forward .intermediate_size or"
+        ):
             shape_from_config(whole, kind)
     whole = transformers.DeepseekV3Config().to_dict()
     for key in ("moe_intermediate_size", "kv_lora_rank", "q_lora_rank", "n_shared_experts", "v_head_dim"):
-        with pytest.raises(ValueError, match=f"lacks {key}; no default is assumed, please add it"):
+        with pytest.raises(ValueError, match=f"lacks .*{key}.?; no default is assumed, please add it$"):
             shape_from_config({name: value for name, value in whole.items() if name != key}, "deepseek")
+    empty = {
+        name: None if name in ("moe_intermediate_size", "hidden_size") else whole[name] for name in whole
+    }
+    with pytest.raises(
+        ValueError, match=r"lacks hidden .*, expert_width .moe_intermediate_size.; .* add them"
+    ):
+        shape_from_config(empty, "deepseek")
     assert shape_from_config(whole | {"q_lora_rank": None}, "deepseek").query_latent == 0
 
 
 def test_a_sequence_is_no_longer_than_learnt_positions() -> None:
     with pytest.raises(
-        ValueError, match=r"4096 is longer than the 1024 learnt positions of gpt2; if .* --set"
+        ValueError,
+        match=r"gpt2 has 1024 learnt positions, fewer than its sequence of 4096: .*, or positions=4096",
     ):
         shape_of("gpt2", {"sequence": 4096})
     assert shape_of("gpt2", {"sequence": 4096, "positions": 4096}).sequence == 4096

@@ -109,8 +109,7 @@ def plan(request: ClusterRequest, goal: GoalOptions, outputs: OutputFiles) -> No
     if outputs.export is not None and (outputs.out is None or outputs.export != outputs.out.parent):
         write_exports(outputs.export, chosen, prices, request.half)
     if outputs.report is not None:
-        advance = _progress("parts of the front")
-        write_page(outputs.report, chosen, found, plans, times, space, goal, _basis(prices), advance)
+        write_page(outputs.report, chosen, found, plans, times, space, goal, _basis(prices), _progress)
         typer.echo(f"written: {outputs.report}")
 
 

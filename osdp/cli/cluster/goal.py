@@ -107,5 +107,5 @@ def _seconds(text: str) -> float:
         return seconds
     except (KeyError, ValueError) as error:
         raise ValueError(
-            f"a time is a positive number followed by s, m, h or d, such as 36h; got {text!r}"
+            f"a time is a positive, finite number followed by s, m, h or d, such as 36h; got {text!r}"
         ) from error

@@ -26,14 +26,16 @@ from osdp.cluster.measured_layout import (
     PLANNED,
     MeasuredLayout,
     PlannedLayout,
-    hash_of,
 )
 from osdp.cluster.plan import ClusterPlan
+from osdp.codec import fingerprint
 from osdp.errors import InfeasibleError
 from osdp.text import format_bytes, format_seconds, wrapped
 
 if TYPE_CHECKING:
     import torch
+
+    from osdp.plan.plan import Plan
 
 _PLAN, _CONFIG = "plan.json", "plan.config.json"
 #: Steps before the first that counts, and the least number of these.
@@ -58,6 +60,7 @@ def write_layouts(
         ValueError: The model cannot be built or cut at the stage boundaries.
     """
     from osdp.cluster.runnable import departures
+    from osdp.plan.plan import Plan
 
     typer.echo("")
     written: list[Path] = []
@@ -79,10 +82,8 @@ def write_layouts(
                 shutil.rmtree(old.parent)
         where.mkdir(parents=True)
         write_plan(plan, made, model, prices, where / _PLAN, "-m osdp cluster measure .")
-        other = departures(made)
-        PlannedLayout(plan, prices.workload, prices.cluster, hash_of(where / _PLAN), other).save(
-            where / PLANNED
-        )
+        written_plan, other = fingerprint(Plan.load(where / _PLAN)), departures(made)
+        PlannedLayout(plan, prices.workload, prices.cluster, written_plan, other).save(where / PLANNED)
         if other:
             typer.echo(
                 wrapped(f"row {index + 1}, unlike its layout, tells its own time alone: {'; '.join(other)}")
@@ -108,6 +109,8 @@ def measure_layout(
     """Train a layout on the devices it is for, started by its launch.sh, and write what a step takes."""
     import torch.distributed as dist
 
+    from osdp.plan.plan import Plan
+
     if not (folder / PLANNED).exists():
         raise ValueError(
             f"{folder} has no {PLANNED}: osdp cluster plan --measure FOLDER writes a folder for each layout"
@@ -115,7 +118,8 @@ def measure_layout(
     if not math.isfinite(seconds):
         raise ValueError(f"--seconds must be a finite number of seconds, got {seconds:g}")
     planned = PlannedLayout.load(folder / PLANNED)
-    if hash_of(folder / _PLAN) != planned.run:
+    plan = Plan.load(folder / _PLAN)
+    if fingerprint(plan) != planned.plan_fingerprint:
         raise ValueError(
             f"{folder / _PLAN} is not the plan that was written for {folder / PLANNED}: osdp cluster plan "
             "--measure writes both"
@@ -123,25 +127,26 @@ def measure_layout(
     device = _join(planned.plan.layout.world_size)
     rank = dist.get_rank()
     try:
-        step = _training(folder, planned, device)
+        step = _training(folder, planned, plan, device)
         times = _time_steps(step, device, seconds)
     except RuntimeError as error:
         # So do CUDA's libraries tell it, which allocate beside the allocator of torch.
         if "out of memory" not in str(error):
             raise
         # The others wait in a collective and are ended by torchrun: this rank alone can tell.
-        MeasuredLayout(planned, seconds=None, device=_name_of(device)).save(folder / MEASURED)
+        MeasuredLayout(planned, seconds=None, devices=(_name_of(device),)).save(folder / MEASURED)
         raise ValueError(
             f"rank {rank} ran out of memory, which {folder / MEASURED} tells --measured: {error}"
         ) from error
-    mine = statistics.median(times), _deviation(times), _memory_in_use(device)
-    of_ranks: list[tuple[float, float, int]] = [mine] * dist.get_world_size()
+    mine = statistics.median(times), _deviation(times), _memory_in_use(device), _name_of(device)
+    of_ranks: list[tuple[float, float, int, str]] = [mine] * dist.get_world_size()
     dist.all_gather_object(of_ranks, mine)
-    median, deviation, _ = max(of_ranks)
-    peak = max(taken for *_, taken in of_ranks) or None
+    median, deviation, *_ = max(of_ranks)
+    peak = max(taken for _, _, taken, _ in of_ranks) or None
     if rank == 0:
         share = min(deviation / median, MOST_DEVIATION)
-        found = MeasuredLayout(planned, median, share, len(times), peak, _name_of(device))
+        devices = tuple(dict.fromkeys(name for *_, name in of_ranks))
+        found = MeasuredLayout(planned, median, share, len(times), peak, devices)
         found.save(folder / MEASURED)
         typer.echo(_told(found))
     dist.destroy_process_group()
@@ -192,16 +197,17 @@ def _join(world_size: int) -> "torch.device":
     return device
 
 
-def _training(folder: Path, planned: PlannedLayout, device: "torch.device") -> Callable[[], None]:
+def _training(
+    folder: Path, planned: PlannedLayout, plan: "Plan", device: "torch.device"
+) -> Callable[[], None]:
     """A function that runs one training step of the layout's model under its plan."""
     import torch
     from torch.utils._pytree import tree_map
 
     from osdp.integrations.huggingface.models import causal_lm_loss
-    from osdp.plan.plan import Plan
     from osdp.wrapper import OSDP
 
-    plan, layout = Plan.load(folder / _PLAN), planned.plan.layout
+    layout = planned.plan.layout
     shape = planned.workload.shape
     model, sample = build(str(folder / _CONFIG), {}, layout.samples, shape.sequence)
     wrapped_model = OSDP(model, plan=plan)

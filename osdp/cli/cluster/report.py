@@ -27,7 +27,7 @@ def write_page(
     space: LayoutSpace,
     goal: GoalOptions,
     basis: str,
-    advance: Callable[[int, int], None],
+    progress: Callable[[str], Callable[[int, int], None]],
 ) -> None:
     """Write the page of a plan that was found.
 
@@ -40,7 +40,7 @@ def write_page(
         space: Choices that were allowed.
         goal: What was asked for.
         basis: Assumptions of the estimates.
-        advance: Progress callback, called with the number of parts done and of all parts.
+        progress: Makes a progress callback ``(done, total)`` from the name of what is counted.
 
     Raises:
         ImportError: plotly is not installed.
@@ -54,13 +54,13 @@ def write_page(
     else:
         some = few_parts(prices, _MOST_PARTS)
         search = device_front if cluster.unpriced else pareto
-        front, parts = search(prices, space, advance, some).plans, len(some)
+        front, parts = search(prices, space, progress("parts of the front"), some).plans, len(some)
     report = ClusterReport(
         plan=plan,
         listed=tuple(listed),
         front=tuple(times.front(front, plan)),
         all_parts=parts == whole,
-        alternatives=alternatives(times, space, plan),
+        alternatives=alternatives(times, space, plan, progress("alternatives")),
         cluster=cluster,
         workload=prices.workload,
         goal=goal.words,

@@ -125,7 +125,11 @@ def _rest(stages: Sequence[StageBytes]) -> str:
         str(index) for index, stage in enumerate(stages) if stage.update > stage.activations + stage.working
     ]
     peak = f", which is the peak of stage {', '.join(late)}" if late else ""
-    taken = f", and it takes up to {format_bytes(update)} instead" if update else ", and it takes no more"
+    taken = (
+        f", and it takes up to {format_bytes(update)} instead"
+        if update
+        else ", and the step needs no memory of its own"
+    )
     return (
         f"total includes {format_bytes(stages[0].reserve)} for the framework; before the optimizer step "
         f"activations and working are freed{taken}{peak}"

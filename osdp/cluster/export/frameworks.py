@@ -114,6 +114,8 @@ def megatron(plan: ClusterPlan, workload: Workload, half: str) -> Export:
         notes.append("an encoder: these arguments are for its BERT, whose script adds its own")
     if shape.decoder_layers:
         notes.append("an encoder-decoder: these arguments are for its T5, whose script adds its own")
+        if degrees.pp > 1:
+            notes.append(f"{degrees.pp} stages: its T5 refuses them; --target megatron-bf16 plans for one")
     elif degrees.pp > 1:
         text.append(f"--pipeline-model-parallel-layout '{_megatron_layout(plan, shape)}'")
     if layout.schedule not in MEGATRON_SCHEDULES:

@@ -17,7 +17,10 @@ from osdp.cluster.search.space import LayoutSpace, families
 
 
 def alternatives(
-    times: MeasuredTimes, space: LayoutSpace, plan: ClusterPlan
+    times: MeasuredTimes,
+    space: LayoutSpace,
+    plan: ClusterPlan,
+    advance: Callable[[int, int], None] | None = None,
 ) -> tuple[ClusterAlternative, ...]:
     """The best layout for each decision of ``plan`` that is decided otherwise, where that is possible.
 
@@ -25,6 +28,7 @@ def alternatives(
         times: What was measured, with the costs of the workload on the cluster.
         space: Choices that were allowed.
         plan: The plan.
+        advance: Progress callback, called with the number of decisions done and of all.
     """
     counts, layout, prices = nodes_of(plan.slots), plan.layout, times.prices
     goal = PlannerGoal()
@@ -60,13 +64,14 @@ def alternatives(
         del spaces["schedules"]
     if layout.degrees.dp == 1:
         del spaces["zero"]
+    # An empty tuple of degrees would allow all of them.
+    spaces = {name: other for name, other in spaces.items() if getattr(other, name)}
     found = []
-    for name, other in spaces.items():
-        # An empty tuple of degrees would allow all of them.
-        if not getattr(other, name):
-            continue
+    for done, (name, other) in enumerate(spaces.items(), start=1):
         result = best_layouts(prices, other, counts=counts, top=times.wider(goal).top)
         result = times.ranked(result, other, goal, counts)
         if result.candidates:
             found.append(ClusterAlternative(name, result.plans[0] if result.plans else None))
+        if advance is not None:
+            advance(done, len(spaces))
     return tuple(found)

@@ -1,8 +1,8 @@
 """Cluster plans whose times are corrected by the measured steps of some layouts.
 
 The logarithm of measured over predicted seconds of layout *i* is taken as ``s + o_i``: ``s`` is shared by all
-layouts of a model on a machine, ``o_i`` is the layout's own. Both are normally distributed, with the standard
-deviations that follow from a plan's :class:`osdp.cluster.spread.Spread`. Of measured layouts with logarithms
+layouts of a model on a machine, ``o_i`` is the layout's own, normally distributed with the standard deviation
+that follows from a plan's :class:`osdp.cluster.spread.Spread`. Of measured layouts with logarithms
 ``e_i``, known up to the noise ``n_i`` of their steps, ``s`` has the posterior mean ::
 
     sum_i e_i / (o^2 + n_i^2) / sum_i 1 / (o^2 + n_i^2)
@@ -11,7 +11,8 @@ where nothing is assumed about it before (Gelman et al., "Bayesian Data Analysis
 2.8); the inverse of the divisor is its variance. With a mean of 0 before, layouts that were not measured
 would lie nearer to their predictions than those that were, and precede them in the table for no other reason.
 A layout that was measured takes what was measured; all others are scaled by ``exp(s)``, which leaves their
-order as it is. Where the plan that ran differs from its layout, its logarithm says nothing about ``s``.
+order as it is. Where the plan that ran differs from its layout, its logarithm says nothing about ``s``; and
+where predictions were fitted to measured steps, these have told already what layouts share.
 """
 
 import math
@@ -85,7 +86,7 @@ class MeasuredTimes:
         pairs = [
             (each, each.seconds)
             for each in self._by_place.values()
-            if each.seconds is not None and each.as_planned
+            if each.seconds is not None and each.as_planned and each.plan.spread.shares
         ]
         if not pairs:
             return 0.0, 0.0
@@ -140,29 +141,38 @@ class MeasuredTimes:
         """What the measurements say about layouts that were not measured, as text; empty without any."""
         if not self.measured:
             return ""
-        devices = ", ".join(dict.fromkeys(each.device or "unknown devices" for each in self.measured))
         if not self.factor_is_known:
             told = "times of rows without (m) are as predicted: what was measured says nothing about them"
         else:
             told = f"times of rows without (m) are {self.factor:.2f} times what is predicted, by those with"
-        told += f" (measured on {devices})"
+        devices = ", ".join(dict.fromkeys(name for each in self.measured for name in each.devices))
+        parts = [f"{told} (measured on {devices or 'unknown devices'})", self._doubt()]
+        if changed := self._changed():
+            parts.append(f"they were planned with other figures than now: {', '.join(changed)}")
+        return "; ".join(filter(None, parts))
+
+    def _doubt(self) -> str:
+        """A warning if the factor is unlikely; empty otherwise."""
         spread = next(iter(self._by_place.values())).plan.spread
-        if not spread.low <= self.factor <= spread.high:
-            told += (
-                f"; nine in ten predictions are within {spread.low:.2f} to {spread.high:.2f}: check that "
-                "these are the devices, the links and the precision of the cluster file"
-            )
+        if spread.low <= self.factor <= spread.high:
+            return ""
+        return (
+            f"warning: nine in ten steps take {spread.low:.2f} to {spread.high:.2f} times what is predicted; "
+            "check that these are the devices, the links and the precision of the cluster file"
+        )
+
+    def _changed(self) -> list[str]:
+        """What the kinds of nodes are described by otherwise than when the measured layouts were planned."""
         now = {group.node.name: group.node for group in self.prices.cluster.groups}
-        then = [group.node for each in self.measured for group in each.planned.cluster.groups]
-        changed = {
-            f"{each.name} of {node.name}"
-            for node in then
-            for each in fields(node)
-            if each.name != "price" and getattr(node, each.name) != getattr(now[node.name], each.name)
+        found = {
+            f"{each.name} of {group.node.name}"
+            for measured in self.measured
+            for group in measured.planned.cluster.groups
+            for each in fields(group.node)
+            if each.name != "price"
+            and getattr(group.node, each.name) != getattr(now[group.node.name], each.name)
         }
-        if changed:
-            told += f"; the cluster file has changed since they were planned: {', '.join(sorted(changed))}"
-        return told
+        return sorted(found)
 
     def wider(self, goal: PlannerGoal) -> PlannerGoal:
         """The goal of a search by predicted times that finds all plans that may reach ``goal``."""

@@ -69,7 +69,7 @@ _FEWEST_SIZES = 3
 _FEWEST_STEPS = 2
 
 #: Increased with every change of what is measured, so that older cache files are not read.
-_METHOD = 2
+_METHOD = 3
 
 #: The one link that all ranks have fitted alike.
 _EVERYWHERE = ("world", "all_reduce")
@@ -403,9 +403,25 @@ def _affordable_counts(
     if len(costs) < _FEWEST_SIZES:
         # Nearer to what plans send than the second smallest, of which a token bucket lets more pass at once.
         warm(max(probe.nbytes for probe in costs) // 2)
-    share = left / len(costs)
     ascending = sorted(costs, key=lambda probe: probe.nbytes)
-    return {probe: max(_FEWEST_STEPS, min(repeats, int(share / costs[probe]))) for probe in ascending}
+    counts = counts_within([costs[probe] for probe in ascending], left, repeats)
+    return dict(zip(ascending, counts, strict=True))
+
+
+def counts_within(costs: Sequence[float], seconds: float, repeats: int) -> list[int]:
+    """How often to do what costs so many seconds each, in ``seconds`` in all.
+
+    The cheapest first: the time that small sizes do not use goes to the large ones, which decide the rate.
+
+    >>> counts_within([0.01, 0.4, 0.1], 4.0, 12)
+    [12, 6, 12]
+    """
+    counts = [0] * len(costs)
+    for done, place in enumerate(sorted(range(len(costs)), key=lambda place: costs[place])):
+        share = seconds / (len(costs) - done)
+        counts[place] = max(_FEWEST_STEPS, min(repeats, int(share / costs[place])))
+        seconds -= counts[place] * costs[place]
+    return counts
 
 
 def _slowest(times: UnitTimes, group: dist.ProcessGroup, device: torch.device) -> UnitTimes:

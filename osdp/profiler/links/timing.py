@@ -54,13 +54,15 @@ def time_rounds(
 
 
 def trimmed_mean(samples: Sequence[float]) -> float:
-    """The mean without a tenth of the samples at either end.
+    """The mean without a quarter of the samples at either end, at least one of three.
 
     The many collectives of a step take the sum of their times. These are far from symmetric: a thread that
-    waits is woken at once or a millisecond later, so that a median is one of the two.
+    waits is woken at once or a millisecond later, so that a median is one of the two. On machines that share
+    their host, other programs disturb up to a quarter of the samples; what happens as rarely and belongs to
+    the collective is lost with them.
     """
     ordered = sorted(samples)
-    cut = len(ordered) // 10
+    cut = max(len(ordered) // 4, int(len(ordered) > 2))
     return fmean(ordered[cut : len(ordered) - cut])
 
 

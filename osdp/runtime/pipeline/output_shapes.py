@@ -48,7 +48,11 @@ class ShapeTwin:
         self._mode = mode
         self._templates: dict[object, _Template] = {}
         with mode:
-            memo: dict[int, Any] = {id(buffer): buffer for buffer in module.buffers()}
+            # On the device of the inputs (:meth:`_run`), as parameters are: a model's own may be ``meta``.
+            memo: dict[int, Any] = {
+                id(buffer): buffer if buffer.device.type == "cpu" else torch.empty_like(buffer, device="cpu")
+                for buffer in module.buffers()
+            }
             for parameter in module.parameters():
                 computed = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
                 like = torch.empty_strided(parameter.shape, parameter.stride(), dtype=computed)

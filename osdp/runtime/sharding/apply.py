@@ -52,8 +52,7 @@ def apply_sharding(
     mesh: DeviceMesh,
     *,
     stage: int = 0,
-    find_unused_parameters: bool = True,
-    double_backward: bool = False,
+    backwards: Backwards | None = None,
     computation: Computation | None = None,
     fill: Callable[[Mapping[str, ParameterSites]], None] | None = None,
     own_group: dist.ProcessGroup | None = None,
@@ -66,8 +65,7 @@ def apply_sharding(
         mesh: The mesh of the data-parallel ranks. With tensor parallelism, the data-parallel axis of the
             mesh that the model was parallelized on.
         stage: Index of the stage.
-        find_unused_parameters: Whether parameters may go without a gradient.
-        double_backward: Whether a backward may itself be differentiated.
+        backwards: What backwards may do; as ``Backwards()`` if ``None``.
         computation: How it computes beside the plan; as planned if ``None``.
         fill: Gives parameters that are on ``meta``, stored as planned, their values; buffers are left as they
             are. Such parameters are initialised if ``None``.
@@ -79,13 +77,12 @@ def apply_sharding(
         PlanMismatchError: The plan is for another model or world size; lists every difference.
     """
     # 1. Check on all ranks together, before anything is changed.
-    computation = computation or Computation()
+    backwards, computation = backwards or Backwards(), computation or Computation()
     sharding = plan.stages[stage].sharding
     control = Control.over(mesh)
     on_meta = is_on_meta(model)
-    backwards = Backwards(find_unused_parameters, double_backward)
     by_modules = fill is None and computation.param_init_fn is None
-    check_together(control, lambda: _check_given(model, plan, stage, mesh, double_backward, by_modules))
+    check_together(control, lambda: _check_given(model, plan, stage, mesh, backwards, by_modules))
     check_alike(control, model, plan, stage, **asdict(backwards))
     policy = _policy(plan.training, computation)
     storage = ParameterStorage.of(model, sharding, plan.training.param_dtype)
@@ -210,14 +207,14 @@ def _check_given(
     plan: Plan,
     stage: int,
     mesh: DeviceMesh,
-    double_backward: bool,
+    backwards: Backwards,
     by_modules: bool,
 ) -> None:
     check_plan(model, plan, stage, mesh.size())
     if mesh.size() > 1:
         backend = backend_of(mesh.get_group(), device_of(mesh))
         check_backend(plan.stages[stage].sharding, mesh.device_type, backend)
-    if double_backward:
+    if backwards.double_backward:
         check_double_backward(plan.stages[stage].sharding)
     if is_on_meta(model) and by_modules:
         check_initialisers(model)

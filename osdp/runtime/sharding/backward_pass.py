@@ -47,8 +47,8 @@ class Backwards:
         double_backward: Whether they may be differentiated themselves.
     """
 
-    find_unused_parameters: bool
-    double_backward: bool
+    find_unused_parameters: bool = True
+    double_backward: bool = False
 
 
 class BackwardPass:

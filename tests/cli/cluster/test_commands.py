@@ -309,7 +309,10 @@ def test_a_plan_is_written_that_runs_and_how_to_start_it(
         (["--schedule", "zb"], "does not support schedule 'zb'; it supports 1f1b"),
         (["--objective", "fame"], "--objective fame: there are time, cost, pareto"),
         (["--budget", "3"], "--budget and --deadline are for the whole training: give --steps, too"),
-        (["--deadline", "3w", "--steps", "5"], "a time is a positive number followed by s, m, h or d"),
+        (
+            ["--deadline", "3w", "--steps", "5"],
+            "a time is a positive, finite number followed by s, m, h or d",
+        ),
         (
             ["--deadline", "0.001s", "--steps", "100"],
             "no step takes at most 10.0 us; the fastest without a limit takes",
@@ -353,7 +356,7 @@ def test_a_plan_is_written_that_runs_and_how_to_start_it(
             ["--every", "--subsets", "--budget", "3", "--steps", "5"],
             "--every lists all layouts on the whole cluster without limits: leave out --subsets, --budget",
         ),
-        (["--deadline", "nand", "--steps", "5"], "a time is a positive number .* got 'nand'"),
+        (["--deadline", "nand", "--steps", "5"], "a time is a positive, finite number .* got 'nand'"),
         (["--budget", "-3", "--steps", "5"], "--budget -3: must be positive"),
         (["--budget", "nan", "--steps", "5"], "--budget nan: must be positive"),
         (

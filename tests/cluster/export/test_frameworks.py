@@ -62,10 +62,11 @@ def test_latent_attention_and_norms_of_heads_are_exported() -> None:
     assert "layernorm" not in exports(plan_of(2, 4), LOAD)[0].text
 
 
-def plan_of_t5() -> tuple[ClusterPlan, Workload]:
+def plan_of_t5(pp: int = 1) -> tuple[ClusterPlan, Workload]:
     load = replace(LOAD, shape=shape_of("t5-large", {"layers": 2, "decoder_layers": 3}))
-    layout = ParallelLayout(ParallelDims(1, 8, 1), 1, 1, zero=1)
-    return price(ClusterPrices(NODES, load), layout, (0, 8), [StageSlot((2,))]), load
+    layout = ParallelLayout(ParallelDims(pp, 8 // pp, 1), 1, pp, zero=1)
+    bounds = (0, *range(4, 8, 4), 8) if pp == 2 else (0, 8)
+    return price(ClusterPrices(NODES, load), layout, bounds, [StageSlot((2 // pp,))] * pp), load
 
 
 def test_encoder_decoders_are_exported_with_both_depths() -> None:
@@ -79,6 +80,7 @@ def test_encoder_decoders_are_exported_with_both_depths() -> None:
     )
     assert all(f"--{word} " in text for word in lengths), text
     assert "--num-layers" not in text and "--seq-length" not in text
+    assert any(note.startswith("2 stages: its T5 refuses") for note in exports(*plan_of_t5(2))[0].notes)
 
 
 def test_precision_dropout_positions_and_overlap_are_exported() -> None:

@@ -15,7 +15,7 @@ from osdp.cluster.search.infeasible import no_plan_error
 from osdp.cluster.search.measured_times import MeasuredTimes
 from osdp.cluster.search.objectives import Objective, PlannerGoal, best_plans, pareto, parts_of
 from osdp.cluster.search.space import LayoutSpace
-from osdp.cluster.spread import PUBLISHED_SPREAD
+from osdp.cluster.spread import PUBLISHED_SPREAD, fitted_spread
 from osdp.text import format_seconds
 from tests.helpers.clusters import FAST, SLOW, cluster, node_type, workload
 
@@ -41,9 +41,9 @@ def measured(
     deviation: float = 0.0,
     departures: tuple[str, ...] = (),
 ) -> MeasuredLayout:
-    planned = PlannedLayout(plan, prices.workload, prices.cluster, departures=departures)
+    planned = PlannedLayout(plan, prices.workload, prices.cluster, "", departures)
     seconds = None if factor is None else factor * plan.step_seconds
-    return MeasuredLayout(planned, seconds, deviation, 100, device="H9")
+    return MeasuredLayout(planned, seconds, deviation, 100, devices=("H9",))
 
 
 def searched(
@@ -102,9 +102,7 @@ def test_layouts_that_were_not_measured_do_not_precede_those_that_were(
     times = MeasuredTimes(prices, [measured(prices, plans[0], 2.0)])
     assert times.factor == pytest.approx(2.0)
     assert [plan.layout for plan in searched(prices, list(times.measured))] == [plan.layout for plan in plans]
-    assert (
-        "are 2.00 times" in times.told() and "nine in ten predictions are within 0.87 to 1.45" in times.told()
-    )
+    assert "are 2.00 times" in times.told() and "nine in ten steps take 0.87 to 1.45 times" in times.told()
     usual = MeasuredTimes(prices, [measured(prices, plans[0], 1.2)])
     assert "(measured on H9)" in usual.told() and "nine in ten" not in usual.told()
 
@@ -125,15 +123,25 @@ def test_one_microbatch_takes_as_long_by_either_schedule(prices: ClusterPrices) 
     assert other.measured_steps == 100 and other.step_seconds == pytest.approx(1.3 * plan.step_seconds)
 
 
+def test_what_was_fitted_to_steps_is_not_corrected_again(
+    prices: ClusterPrices, plans: tuple[ClusterPlan, ...]
+) -> None:
+    """A calibration has told what layouts share: what one takes says nothing about another."""
+    fitted = ClusterPrices(prices.cluster, prices.workload, replace(prices.rates, error_quantile=1.7))
+    times = MeasuredTimes(fitted, [measured(prices, plans[0], 1.4)])
+    assert not times.factor_is_known and "as predicted" in times.told()
+    assert not fitted_spread(0.1).shares and PUBLISHED_SPREAD.shares
+
+
 def test_a_changed_cluster_file_is_told(prices: ClusterPrices, plans: tuple[ClusterPlan, ...]) -> None:
     found = [measured(prices, plans[0], 1.2)]
-    assert "has changed" not in MeasuredTimes(prices, found).told()
+    assert "other figures" not in MeasuredTimes(prices, found).told()
     node = node_type(FAST, 4, per_hour=9.0)
     quicker = replace(node, inside=replace(node.inside, bandwidth=2 * node.inside.bandwidth))
-    for changed, told in ((node, ""), (quicker, "has changed since they were planned: inside of fast")):
+    for changed, told in ((node, ""), (quicker, "planned with other figures than now: inside of fast")):
         now = ClusterPrices(cluster((changed, 2)), prices.workload)
         text = MeasuredTimes(now, found).told()
-        assert told in text and ("has changed" in text) == bool(told)
+        assert told in text and ("other figures" in text) == bool(told)
 
 
 def test_the_ranking_is_that_of_all_corrected_layouts(
@@ -321,4 +329,4 @@ def test_files_are_found_in_and_below_folders(
     with pytest.raises(ValueError, match=r"nowhere has no measured\.json: osdp cluster measure writes it"):
         load_measured([tmp_path / "nowhere"])
     with pytest.raises(ValueError, match="at least 1 step"):
-        MeasuredLayout(PlannedLayout(plans[0], prices.workload, prices.cluster), 1.0)
+        MeasuredLayout(PlannedLayout(plans[0], prices.workload, prices.cluster, ""), 1.0)
