@@ -4,27 +4,34 @@ Thirty changes of limit, batch, optimizer, network and number of ranks, for thre
 ``what_if`` finds from one plan's own measurements, beside the plan of a measurement made anew under the
 change. Time and peak are those that the fresh measurement predicts for the answer's decisions, so that errors
 are those of what was not measured, and those of measuring twice: a row without any change for each model,
-which is not counted, shows how far two measurements of one machine are apart. What is asked is measured again
-before every second change, as the machine's speed drifts; not for another network or number of ranks.
+which is not counted, shows how far two measurements of one machine are apart.
+
+On a machine that shares its host the speed changes by a fifth within seconds, for whatever is measured then.
+So for each change the segments of the plan that is asked and those under the change are measured in turns,
+run by run; and the links of both one after the other, but for another network, whose session has no other.
+For another number of ranks, what is asked is as it was measured at first.
 
     python -m benchmarks.what_if [--quick] [--json FILE]
 """
 
+import re
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks.support import harness
+from benchmarks.support.candidates import live_mesh, on_routes_of
 from benchmarks.support.harness import Options, Result, Row
 from benchmarks.support.launch import WorkerError, launch
 from benchmarks.support.testbed import NetworkUnavailableError, launch_over
-from osdp import DeviceInfo, InfeasibleError, Mode, Plan, Training, make_plan, what_if
+from osdp import DeviceInfo, InfeasibleError, Mode, ModelDesc, Plan, Training, make_plan, what_if
+from osdp.comm.objects import broadcast_object
 from osdp.cost.evaluate import evaluate
-from osdp.cost.sharding.shard_groups import shard_groups_of
 from osdp.plan.choices import choice_of_operators
-from osdp.plan.sharding import Route, Unit
+from osdp.profiler.measure import profile_trainings
 
 MODELS = ("gpt2-wide", "bert-128", "convnext")
 BATCH, FRACTION = 8, 0.5
@@ -35,14 +42,6 @@ OPTIMIZERS = ("SGD", "RMSprop")
 NETWORKS = (200, 1000)
 TIMEOUT = 900
 UNCHANGED = "nothing changed"
-
-
-def asked(case: str, limit: int | str, **options: Any) -> Plan:
-    """The plan that changes are asked of, measured now."""
-    from benchmarks.support.models import CASES
-
-    model, sample = CASES[case].model(), CASES[case].sample(BATCH)
-    return make_plan(model, sample, limit, training=Training(local_batch=BATCH), cache_dir=None, **options)
 
 
 def base(rank: int, world_size: int, *, case: str, path: str) -> dict[str, int]:
@@ -57,7 +56,7 @@ def base(rank: int, world_size: int, *, case: str, path: str) -> dict[str, int]:
         for strategy in ("FULL_SHARD", "NO_SHARD")
     ]
     limits = {str(f): limit_of(f, *peaks) for f in (*FRACTIONS, FRACTION)}
-    plan = asked(case, limits[str(FRACTION)])
+    plan = make_plan(model, sample, limits[str(FRACTION)], training=training, cache_dir=None)
     if rank == 0:
         plan.save(path)
     return limits
@@ -75,23 +74,40 @@ def compare(
     from benchmarks.support.models import CASES
 
     del rank
-    plan = Plan.load(path)
+    first, mesh = Plan.load(path), live_mesh()
+    was = first.basis
+    assert was is not None
     found = []
-    for index, change in enumerate(changes):
-        if len(changes) > 1 and not index % 2:
-            plan = asked(case, plan.memory_limit)
-        try:
-            answer: Plan | None = what_if(plan, **change)
-        except InfeasibleError:
-            answer = None
+    for change in changes:
         batch = change.get("local_batch", BATCH)
         training = Training(local_batch=batch, optimizer=change.get("optimizer", "AdamW"))
         model, sample = CASES[case].model(), CASES[case].sample(batch)
-        limit = change.get("memory_limit", plan.memory_limit)
-        try:
-            fresh: Plan | None = make_plan(model, sample, limit, training=training, cache_dir=None)
-        except InfeasibleError:
-            fresh = None
+        model_desc = ModelDesc.from_module(model, sample)
+        # 1. Both in turns: under the change, and as before.
+        here, before = profile_trainings(
+            model,
+            model_desc,
+            trainings=[training, replace(training, local_batch=BATCH)],
+            mesh=mesh,
+            progress=False,
+        )
+        here, before = broadcast_object((here, before))
+        device = DeviceInfo.detect(change.get("memory_limit", first.memory_limit), cache_dir=None)
+        # 2. What is asked: the change is not among what it was measured with.
+        plan = first
+        if world_size == was.device.world_size:
+            elsewhere = "bandwidth" in change
+            as_before = replace(before, model=was.model_desc.fingerprint, optimizer=was.profiles[0].optimizer)
+            plan = make_plan(
+                None,
+                was.model_desc,
+                was.device if elsewhere else DeviceInfo.detect(first.memory_limit, cache_dir=None),
+                training=Training(local_batch=BATCH),
+                profile=as_before,
+            )
+        # 3. The answer, and the plan of the fresh measurement.
+        answer = or_none(what_if, plan, **change)
+        fresh = or_none(make_plan, None, model_desc, device, training=training, profile=here)
         if answer is None or fresh is None:
             found.append({"same_decisions": answer is fresh, "fits": [answer is not None, fresh is not None]})
             continue
@@ -114,25 +130,21 @@ def compare(
     return found
 
 
+def or_none(plan: Callable[..., Plan], *arguments: Any, **options: Any) -> Plan | None:
+    """What ``plan`` returns for these, or ``None`` if nothing fits."""
+    try:
+        return plan(*arguments, **options)
+    except InfeasibleError:
+        return None
+
+
 def decisions(plan: Plan, ranks: int) -> dict[str, str]:
     """What is decided for each operator; on one rank nothing is sharded, whatever its mode."""
     found = choice_of_operators(plan.sharding)
-    return (
-        found if ranks > 1 else {name: word.replace("FULL_SHARD", "NO_SHARD") for name, word in found.items()}
-    )
-
-
-def on_routes_of(device: DeviceInfo, plan: Plan) -> Plan:
-    """The plan with the routes that were found to be the fastest ones here, for which there are links."""
-    whole = shard_groups_of(device)[0].route
-
-    def route(unit: Unit) -> Route:
-        if unit.mode is Mode.NO_SHARD or unit.group_size:
-            return unit.route
-        # What steps in shards gathers nothing by messages.
-        return Route.EXCHANGE if unit.mode is Mode.SHARD_OPTIMIZER and whole.by_exchange else whole
-
-    return plan.with_sharding(units=tuple(replace(unit, route=route(unit)) for unit in plan.units))
+    if ranks > 1:
+        return found
+    sharded = re.compile("|".join(mode.value for mode in Mode if mode is not Mode.NO_SHARD))
+    return {name: sharded.sub(Mode.NO_SHARD.value, word) for name, word in found.items()}
 
 
 def rows_of(case: str, options: Options, folder: Path) -> list[Row]:

@@ -25,8 +25,10 @@ from benchmarks.support.memory_oracle import Step, Timeline, fake_group, measure
 from benchmarks.support.models import Case, loss_of
 from osdp import OSDP, DeviceInfo, Link, ModelDesc, Plan, Training, make_plan
 from osdp.comm.groups import Meshes
+from osdp.cost.sharding.shard_groups import shard_groups_of
 from osdp.hardware.device_info import COLLECTIVES
 from osdp.hardware.profile import Profile
+from osdp.plan.sharding import Mode, Route, Unit
 from osdp.profiler.cache import MeasurementCache
 from osdp.profiler.measure import profile_model, profile_trainings
 from osdp.runtime.sharding.fsdp_units import can_count_unused_as_zero
@@ -282,3 +284,16 @@ def make_settings_together(case: Case, trainings: Sequence[Training], mesh: Devi
 def live_mesh() -> DeviceMesh:
     """The 1-D mesh of the live process group."""
     return init_device_mesh("cpu", (dist.get_world_size(),))
+
+
+def on_routes_of(device: DeviceInfo, plan: Plan) -> Plan:
+    """The plan with the routes that were found to be the fastest ones here, for which there are links."""
+    whole = shard_groups_of(device)[0].route
+
+    def route(unit: Unit) -> Route:
+        if unit.mode is Mode.NO_SHARD or unit.group_size:
+            return unit.route
+        # What steps in shards gathers nothing by messages.
+        return Route.EXCHANGE if unit.mode is Mode.SHARD_OPTIMIZER and whole.by_exchange else whole
+
+    return plan.with_sharding(units=tuple(replace(unit, route=route(unit)) for unit in plan.units))

@@ -81,7 +81,12 @@ def best_plan(
         InfeasibleError: No plan of any candidate fits the limit.
     """
     on_device = replace(options, offload=False)
-    answer = fastest(model_desc, candidates, device, on_device)
+    answer = None
+    if device.world_size == 1 and Mode.NO_SHARD in options.allowed:
+        # Nothing is gathered there: shards and their slices differ from whole parameters in name alone.
+        answer = fastest(model_desc, candidates, device, _whole(on_device))
+    rules = options if answer is None else _whole(options)
+    answer = answer or fastest(model_desc, candidates, device, on_device)
     if answer is None and options.offload and _knows_host(candidates, device):
         candidates = [
             replace(candidate, training=_beside_host(candidate.training)) for candidate in candidates
@@ -93,14 +98,14 @@ def best_plan(
         raise _infeasible(model_desc, candidates, device, options)
     problem, found, gap = answer
     if gap > _PROVEN:
-        improved = with_single_changes(problem, found, options)
+        improved = with_single_changes(problem, found, rules)
         # Never below what counts as proven: a changed unit may be none that the search considers.
         gap = max(2 * _PROVEN, 1 - (1 - gap) * found.outcome.seconds / improved.outcome.seconds)
         found = improved
     may_be_as_fast = tie_with(problem, found, spread_corners(problem))
-    simple = with_shared_buckets(problem, simplest(problem, found, options, may_be_as_fast), may_be_as_fast)
-    problem, simple = _replicated_if_as_fast(model_desc, problem, simple, options) or (problem, simple)
-    plan = whole_plan(model_desc, problem, simple, options, gap, step_spread(problem, simple))
+    simple = with_shared_buckets(problem, simplest(problem, found, rules, may_be_as_fast), may_be_as_fast)
+    problem, simple = _replicated_if_as_fast(model_desc, problem, simple, rules) or (problem, simple)
+    plan = whole_plan(model_desc, problem, simple, rules, gap, step_spread(problem, simple))
     slower = simple.outcome.seconds / found.outcome.seconds - 1
     if slower > _WORTH_TELLING:
         note = (
@@ -109,6 +114,11 @@ def best_plan(
         )
         plan = replace(plan, notes=(*plan.notes, note))
     return replace(plan, basis=_basis(model_desc, candidates, device, options))
+
+
+def _whole(options: SearchOptions) -> SearchOptions:
+    """Without choices that shard."""
+    return replace(options, allowed=(Mode.NO_SHARD,), slices=())
 
 
 def _replicated_if_as_fast(
