@@ -9,7 +9,8 @@ which is not counted, shows how far two measurements of one machine are apart.
 On a machine that shares its host the speed changes by a fifth within seconds, for whatever is measured then.
 So for each change the segments of the plan that is asked and those under the change are measured in turns,
 run by run; and the links of both one after the other, but for another network, whose session has no other.
-For another number of ranks, what is asked is as it was measured at first.
+For another number of ranks, whose sessions are apart, each is the median of three measurements. Peaks of
+another batch are those of a model that is traced with it.
 
     python -m benchmarks.what_if [--quick] [--json FILE]
 """
@@ -20,7 +21,9 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+from torch.distributed.device_mesh import DeviceMesh
 
 from benchmarks.support import harness
 from benchmarks.support.candidates import live_mesh, on_routes_of
@@ -30,6 +33,7 @@ from benchmarks.support.testbed import NetworkUnavailableError, launch_over
 from osdp import DeviceInfo, InfeasibleError, Mode, ModelDesc, Plan, Training, make_plan, what_if
 from osdp.comm.objects import broadcast_object
 from osdp.cost.evaluate import evaluate
+from osdp.hardware.profile import Profile
 from osdp.plan.choices import choice_of_operators
 from osdp.profiler.measure import profile_trainings
 
@@ -41,6 +45,7 @@ OPTIMIZERS = ("SGD", "RMSprop")
 #: Networks between two hosts, in Mbit/s.
 NETWORKS = (200, 1000)
 TIMEOUT = 900
+T = TypeVar("T")
 UNCHANGED = "nothing changed"
 
 
@@ -56,7 +61,10 @@ def base(rank: int, world_size: int, *, case: str, path: str) -> dict[str, int]:
         for strategy in ("FULL_SHARD", "NO_SHARD")
     ]
     limits = {str(f): limit_of(f, *peaks) for f in (*FRACTIONS, FRACTION)}
-    plan = make_plan(model, sample, limits[str(FRACTION)], training=training, cache_dir=None)
+    plan = median_of(
+        lambda: make_plan(model, sample, limits[str(FRACTION)], training=training, cache_dir=None),
+        lambda plan: plan.predicted.step_seconds,
+    )
     if rank == 0:
         plan.save(path)
     return limits
@@ -71,63 +79,75 @@ def compare(
     rank: int, world_size: int, *, case: str, path: str, changes: list[dict[str, Any]]
 ) -> list[dict[str, Any]]:
     """Worker: for each change the answer, and what is measured anew."""
+    del rank, world_size
+    first, mesh = Plan.load(path), live_mesh()
+    return [beside_fresh(case, first, mesh, change) for change in changes]
+
+
+def beside_fresh(case: str, first: Plan, mesh: DeviceMesh, change: dict[str, Any]) -> dict[str, Any]:
+    """The answer to one change, beside the plan of what is measured under it.
+
+    Args:
+        case: Name of the model.
+        first: The plan that was measured at first.
+        mesh: The ranks of this session.
+        change: Arguments of ``what_if``.
+    """
     from benchmarks.support.models import CASES
 
-    del rank
-    first, mesh = Plan.load(path), live_mesh()
     was = first.basis
     assert was is not None
-    found = []
-    for change in changes:
-        batch = change.get("local_batch", BATCH)
-        training = Training(local_batch=batch, optimizer=change.get("optimizer", "AdamW"))
-        model, sample = CASES[case].model(), CASES[case].sample(batch)
-        model_desc = ModelDesc.from_module(model, sample)
-        # 1. Both in turns: under the change, and as before.
-        here, before = profile_trainings(
-            model,
-            model_desc,
-            trainings=[training, replace(training, local_batch=BATCH)],
-            mesh=mesh,
-            progress=False,
-        )
-        here, before = broadcast_object((here, before))
-        device = DeviceInfo.detect(change.get("memory_limit", first.memory_limit), cache_dir=None)
-        # 2. What is asked: the change is not among what it was measured with.
+    batch = change.get("local_batch", BATCH)
+    training = Training(local_batch=batch, optimizer=change.get("optimizer", "AdamW"))
+    model, desc = CASES[case].model(), was.model_desc
+
+    def profiled(model_desc: ModelDesc, *trainings: Training) -> list[Profile]:
+        found = profile_trainings(model, model_desc, trainings=trainings, mesh=mesh, progress=False)
+        return broadcast_object(found)
+
+    device = DeviceInfo.detect(change.get("memory_limit", first.memory_limit), cache_dir=None)
+    if mesh.size() == was.device.world_size:
+        # Both in turns: under the change, and as before, when the change was not known.
+        here, before = profiled(desc, training, replace(training, local_batch=BATCH))
+        there = was.device
+        if "bandwidth" not in change:
+            there = DeviceInfo.detect(first.memory_limit, cache_dir=None)
+        before = replace(before, optimizer=was.profiles[0].optimizer)
+        plan = make_plan(None, desc, there, training=Training(local_batch=BATCH), profile=before)
+    else:
         plan = first
-        if world_size == was.device.world_size:
-            elsewhere = "bandwidth" in change
-            as_before = replace(before, model=was.model_desc.fingerprint, optimizer=was.profiles[0].optimizer)
-            plan = make_plan(
-                None,
-                was.model_desc,
-                was.device if elsewhere else DeviceInfo.detect(first.memory_limit, cache_dir=None),
-                training=Training(local_batch=BATCH),
-                profile=as_before,
-            )
-        # 3. The answer, and the plan of the fresh measurement.
-        answer = or_none(what_if, plan, **change)
-        fresh = or_none(make_plan, None, model_desc, device, training=training, profile=here)
-        if answer is None or fresh is None:
-            found.append({"same_decisions": answer is fresh, "fits": [answer is not None, fresh is not None]})
-            continue
-        basis = fresh.basis
-        assert basis is not None
-        same = on_routes_of(basis.device, answer)
-        judged = evaluate(same, basis.profiles[0], basis.device, answer.training, basis.model_desc)
-        wanted, got = (decisions(each, world_size) for each in (fresh, answer))
-        differ = {f"{got[name]} for {wanted[name]}" for name in got if got[name] != wanted[name]}
-        found.append(
-            {
-                "same_decisions": not differ,
-                "differ": sorted(differ),
-                "time_error": answer.predicted.step_seconds / judged.step_seconds - 1,
-                "peak_error": answer.predicted.peak_bytes / judged.peak_bytes - 1,
-                "over_fresh": judged.step_seconds / fresh.predicted.step_seconds - 1,
-                "doubts": list(basis.device.doubts),
-            }
+        (here,) = median_of(
+            lambda: profiled(desc, training),
+            lambda found: sum(each.forward.seconds + each.backward.seconds for each in found[0].segments),
         )
-    return found
+    answer = or_none(what_if, plan, **change)
+    fresh = or_none(make_plan, None, desc, device, training=training, profile=here)
+    if answer is None or fresh is None:
+        return {"same_decisions": answer is fresh, "fits": [answer is not None, fresh is not None]}
+    basis = fresh.basis
+    assert basis is not None
+    same = on_routes_of(basis.device, answer)
+    judged = evaluate(same, basis.profiles[0], basis.device, answer.training, basis.model_desc)
+    peak = judged.peak_bytes
+    if batch != BATCH:
+        traced = ModelDesc.from_module(model, CASES[case].sample(batch))
+        (own,) = profiled(traced, training)
+        peak = evaluate(same, own, basis.device, answer.training, traced).peak_bytes
+    wanted, got = (decisions(each, mesh.size()) for each in (fresh, answer))
+    differ = {f"{got[name]} for {wanted[name]}" for name in got if got[name] != wanted[name]}
+    return {
+        "same_decisions": not differ,
+        "differ": sorted(differ),
+        "time_error": answer.predicted.step_seconds / judged.step_seconds - 1,
+        "peak_error": answer.predicted.peak_bytes / peak - 1,
+        "over_fresh": judged.step_seconds / fresh.predicted.step_seconds - 1,
+        "doubts": list(basis.device.doubts),
+    }
+
+
+def median_of(make: Callable[[], T], value: Callable[[T], float]) -> T:
+    """Of three that are made, the one with the middle value."""
+    return sorted((make() for _ in range(3)), key=value)[1]
 
 
 def or_none(plan: Callable[..., Plan], *arguments: Any, **options: Any) -> Plan | None:

@@ -309,6 +309,22 @@ def test_on_one_device_there_is_nothing_to_shard() -> None:
     assert {decision.reason for decision in plan.decisions} == {"on one device there is nothing to shard"}
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_on_one_device_nothing_is_sliced_where_that_fits(seed: int) -> None:
+    """Slices of what is not gathered were taken or left by chance: asked again, the plan was another one."""
+    model_desc, profile = random_model(seed, 3, 2)
+    asked = SearchOptions(slices=(2, 16), recompute=True)
+    whole_rules = SearchOptions(allowed=(Mode.NO_SHARD,))
+    for limit in (2**60, None):
+        alone = random_device(seed, devices_per_node=1, links=(), memory_limit=limit or 2**60)
+        if limit is None:
+            whole = best_plan(model_desc, [Candidate(Training(), profile)], alone, whole_rules)
+            alone = replace(alone, memory_limit=whole.predicted.peak_bytes)
+        plan = best_plan(model_desc, [Candidate(Training(), profile)], alone, asked)
+        assert {(each.mode, each.slices) for each in plan.decisions} == {(Mode.NO_SHARD, 1)}
+        assert plan.basis is not None and plan.basis.options == asked
+
+
 def test_same_input_same_plan() -> None:
     limit = peak_range(5)[0] * 2
     assert plan_within(5, limit) == plan_within(5, limit)
