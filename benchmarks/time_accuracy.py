@@ -5,9 +5,10 @@ network several plans are made as a user makes them, uniform ones and searched o
 their peaks, and whole steps are timed in turn beside their predictions. Within such a group Kendall's tau
 says whether predictions order the plans as times do; pairs whose times differ by 3 % or less do not count.
 
-The speed of the machine drifts by 10 % within minutes, by what else its host does. So the model is profiled
-and the links are measured once more after the steps, and a prediction is the mean of what both say of the
-plan; the errors of the first alone, from which the plans were made, stand beside.
+The speed of a machine that shares its host changes by a fifth within seconds. So steps and what predicts
+them are measured in turns: the model is profiled and the links are measured before the steps and after each
+third of them, and a prediction is the mean of what all say of the plan; the errors of the first alone, from
+which the plans were made, stand beside.
 
 With ``--device cuda`` one device trains each model by itself and under a fake process group (all of FSDP2's
 copies and hooks, no communication).
@@ -57,6 +58,8 @@ SECONDS, MOST_ROUNDS = 6.0, 40
 #: Steps in a turn: a training takes its steps one after the other, and the first of a turn finds its weights
 #: driven out of the caches by those of other plans (opt on two ranks: 7 % longer).
 REPEATS = 4
+#: Parts of the steps, after each of which everything is measured again.
+THIRDS = 3
 TIMEOUT = 600
 
 
@@ -117,23 +120,25 @@ def compare(rank: int, world_size: int, *, case: str, local_batch: int, rounds: 
     slowest = torch.tensor(max(median(seconds) for seconds in turns.seconds.values()))
     dist.all_reduce(slowest, dist.ReduceOp.MAX)  # as many rounds on every rank
     rounds = max(rounds, min(int(SECONDS / REPEATS / float(slowest)), MOST_ROUNDS))
-    seconds = take_turns(steps, rounds=rounds, warmup=0, repeats=REPEATS).seconds
-    steps.clear()
-    after = make_setting_together(CASES[case], setting.training, mesh).profile
-    device_after = DeviceInfo.detect("1TiB", cache_dir=None)
+    predicted = {name: [plan.predicted.step_seconds] for name, plan in plans.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in plans}
+    doubts = list(device.doubts)
+    for _ in range(THIRDS):
+        part = take_turns(steps, rounds=-(-rounds // THIRDS), warmup=0, repeats=REPEATS)
+        profile = make_setting_together(CASES[case], setting.training, mesh).profile
+        now = DeviceInfo.detect("1TiB", cache_dir=None)
+        doubts += now.doubts
+        for name, plan in plans.items():
+            seconds[name] += part.seconds[name]
+            found = evaluate(on_routes_of(now, plan), profile, now, plan.training, setting.model_desc)
+            predicted[name].append(found.step_seconds)
     return {
-        "predicted": {name: plan.predicted.step_seconds for name, plan in plans.items()},
-        "predicted_after": {
-            name: evaluate(
-                on_routes_of(device_after, plan), after, device_after, plan.training, setting.model_desc
-            ).step_seconds
-            for name, plan in plans.items()
-        },
+        "predicted": predicted,
         "units": {name: len(plan.units) for name, plan in plans.items()},
         "seconds": seconds,
         "losses": turns.losses,
         "steps": turns.steps,
-        "doubts": list(dict.fromkeys([*device.doubts, *device_after.doubts])),
+        "doubts": list(dict.fromkeys(doubts)),
     }
 
 
@@ -155,11 +160,10 @@ def rows_of(group: Group, rounds: int) -> list[Row]:
     training = Training(local_batch=group.local_batch)
     expected = reference_losses(CASES[group.case], training, WORLD_SIZE, found["steps"])[-1]
     rows = []
-    for name, before in found["predicted"].items():
-        predicted = (before + found["predicted_after"][name]) / 2
-        row = _row(f"{group.name}: {name}", predicted, found["seconds"][name])
+    for name, predicted in found["predicted"].items():
+        row = _row(f"{group.name}: {name}", fmean(predicted), found["seconds"][name])
         row |= {"group": group.name, "units": found["units"][name], "doubts": found["doubts"]}
-        row["error_before"] = before / row["measured"] - 1
+        row["error_before"] = predicted[0] / row["measured"] - 1
         row["loss_difference"] = abs(found["losses"][name] - expected) / abs(expected)
         if not row["loss_difference"] <= LOSS_TOLERANCE:
             row["error"] = f"loss {found['losses'][name]:.6f} is {expected:.6f} in a single process"
