@@ -284,7 +284,7 @@ def shape_from_config(config: Mapping[str, Any], name: str, sequence: int | None
         found.setdefault("sequence", sequence)
     kind = _KINDS.get(word, _Kind())
     missing = [
-        field for field in (*_ALWAYS, *kind.needed) if not _tells(config, field) and field not in found
+        field for field in (*_ALWAYS, *kind.needed) if field not in found and not _tells(config, field)
     ]
     if missing:
         names = [
@@ -331,6 +331,7 @@ _ALWAYS = ("layers", "hidden", "heads", "vocabulary", "sequence")
 
 
 def _tells(config: Mapping[str, Any], field: str) -> bool:
+    """Whether a configuration has a value for ``field``, or ``null`` where that says that there is none."""
     values = [config[key] for key in _FIELDS.get(field, (field,)) if key in config]
     return bool(values) and (field in _MAY_BE_NONE or any(value is not None for value in values))
 
