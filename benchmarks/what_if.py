@@ -8,8 +8,8 @@ which is not counted, shows how far two measurements of one machine are apart.
 
 On a machine that shares its host the speed changes by a fifth within seconds, for whatever is measured then.
 So for each change the segments of the plan that is asked and those under the change are measured in turns,
-run by run; and the links of both one after the other, but for another network, whose session has no other.
-For another number of ranks, whose sessions are apart, each is the median of three measurements. Peaks of
+run by run; the optimizer and the links of both one after the other, but for another network, whose session
+has no other. One rank alone and both measure in turns, three times, of which the median counts. Peaks of
 another batch are those of a model that is traced with it.
 
     python -m benchmarks.what_if [--quick] [--json FILE]
@@ -21,9 +21,10 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, cast
 
-from torch.distributed.device_mesh import DeviceMesh
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from benchmarks.support import harness
 from benchmarks.support.candidates import live_mesh, on_routes_of
@@ -35,7 +36,9 @@ from osdp.comm.objects import broadcast_object
 from osdp.cost.evaluate import evaluate
 from osdp.hardware.profile import Profile
 from osdp.plan.choices import choice_of_operators
-from osdp.profiler.measure import profile_trainings
+from osdp.profiler.cache import MeasurementCache
+from osdp.profiler.measure import profile_model, profile_trainings
+from osdp.profiler.optimizer import profile_optimizer
 
 MODELS = ("gpt2-wide", "bert-128", "convnext")
 BATCH, FRACTION = 8, 0.5
@@ -44,8 +47,9 @@ BATCHES = (4, 16)
 OPTIMIZERS = ("SGD", "RMSprop")
 #: Networks between two hosts, in Mbit/s.
 NETWORKS = (200, 1000)
+#: Turns of one rank and both.
+ROUNDS = 3
 TIMEOUT = 900
-T = TypeVar("T")
 UNCHANGED = "nothing changed"
 
 
@@ -61,10 +65,7 @@ def base(rank: int, world_size: int, *, case: str, path: str) -> dict[str, int]:
         for strategy in ("FULL_SHARD", "NO_SHARD")
     ]
     limits = {str(f): limit_of(f, *peaks) for f in (*FRACTIONS, FRACTION)}
-    plan = median_of(
-        lambda: make_plan(model, sample, limits[str(FRACTION)], training=training, cache_dir=None),
-        lambda plan: plan.predicted.step_seconds,
-    )
+    plan = make_plan(model, sample, limits[str(FRACTION)], training=training, cache_dir=None)
     if rank == 0:
         plan.save(path)
     return limits
@@ -97,7 +98,7 @@ def beside_fresh(case: str, first: Plan, mesh: DeviceMesh, change: dict[str, Any
 
     was = first.basis
     assert was is not None
-    batch = change.get("local_batch", BATCH)
+    batch, ranks = change.get("local_batch", BATCH), change.get("ranks", mesh.size())
     training = Training(local_batch=batch, optimizer=change.get("optimizer", "AdamW"))
     model, desc = CASES[case].model(), was.model_desc
 
@@ -105,21 +106,20 @@ def beside_fresh(case: str, first: Plan, mesh: DeviceMesh, change: dict[str, Any
         found = profile_trainings(model, model_desc, trainings=trainings, mesh=mesh, progress=False)
         return broadcast_object(found)
 
+    # Under the change, and as before, when the change was not known.
+    as_before, there = Training(local_batch=BATCH), was.device
     device = DeviceInfo.detect(change.get("memory_limit", first.memory_limit), cache_dir=None)
-    if mesh.size() == was.device.world_size:
-        # Both in turns: under the change, and as before, when the change was not known.
+    if "bandwidth" not in change:
+        there = DeviceInfo.detect(first.memory_limit, cache_dir=None)
+    if ranks == mesh.size():
         here, before = profiled(desc, training, replace(training, local_batch=BATCH))
-        there = was.device
-        if "bandwidth" not in change:
-            there = DeviceInfo.detect(first.memory_limit, cache_dir=None)
-        before = replace(before, optimizer=was.profiles[0].optimizer)
-        plan = make_plan(None, desc, there, training=Training(local_batch=BATCH), profile=before)
+        optimizer = profile_optimizer(as_before, device="cpu", mesh=mesh)
+        before = replace(before, optimizer=broadcast_object(optimizer))
     else:
-        plan = first
-        (here,) = median_of(
-            lambda: profiled(desc, training),
-            lambda found: sum(each.forward.seconds + each.backward.seconds for each in found[0].segments),
-        )
+        device = DeviceInfo(memory_limit=first.memory_limit, measured=True)
+        turns = [(alone(model, desc, training, mesh), *profiled(desc, as_before)) for _ in range(ROUNDS)]
+        here, before = (sorted(found, key=compute)[ROUNDS // 2] for found in zip(*turns, strict=True))
+    plan = make_plan(None, desc, there, training=as_before, profile=before)
     answer = or_none(what_if, plan, **change)
     fresh = or_none(make_plan, None, desc, device, training=training, profile=here)
     if answer is None or fresh is None:
@@ -133,7 +133,7 @@ def beside_fresh(case: str, first: Plan, mesh: DeviceMesh, change: dict[str, Any
         traced = ModelDesc.from_module(model, CASES[case].sample(batch))
         (own,) = profiled(traced, training)
         peak = evaluate(same, own, basis.device, answer.training, traced).peak_bytes
-    wanted, got = (decisions(each, mesh.size()) for each in (fresh, answer))
+    wanted, got = (decisions(each, ranks) for each in (fresh, answer))
     differ = {f"{got[name]} for {wanted[name]}" for name in got if got[name] != wanted[name]}
     return {
         "same_decisions": not differ,
@@ -145,9 +145,19 @@ def beside_fresh(case: str, first: Plan, mesh: DeviceMesh, change: dict[str, Any
     }
 
 
-def median_of(make: Callable[[], T], value: Callable[[T], float]) -> T:
-    """Of three that are made, the one with the middle value."""
-    return sorted((make() for _ in range(3)), key=value)[1]
+def alone(model: nn.Module, model_desc: ModelDesc, training: Training, mesh: DeviceMesh) -> Profile:
+    """What the first rank measures while the others wait; all of them get it."""
+    single = init_device_mesh("cpu", (mesh.size(), 1), mesh_dim_names=("ranks", "alone"))["alone"]
+    found = None
+    if mesh.get_rank() == 0:
+        cache = MeasurementCache(None, single.get_group())
+        found = profile_model(model, model_desc, training=training, mesh=single, cache=cache, progress=False)
+    return cast(Profile, broadcast_object(found))
+
+
+def compute(profile: Profile) -> float:
+    """Seconds of all distinct segments."""
+    return sum(each.forward.seconds + each.backward.seconds for each in profile.segments)
 
 
 def or_none(plan: Callable[..., Plan], *arguments: Any, **options: Any) -> Plan | None:
@@ -171,23 +181,23 @@ def rows_of(case: str, options: Options, folder: Path) -> list[Row]:
     """All changes of one model."""
     path = str(folder / f"{case}.json")
     limits = launch("benchmarks.what_if:base", 2, {"case": case, "path": path}, timeout=TIMEOUT)[0]
-    # Each group of changes, the network and the ranks that it is measured on.
+    # Each group of changes, and the network that it is measured on.
     here: list[dict[str, Any]] = [{}] + [{"memory_limit": limits[str(f)]} for f in FRACTIONS]
     here += [{"local_batch": batch} for batch in BATCHES]
     here += [{"optimizer": name} for name in OPTIMIZERS]
-    groups: list[tuple[int | None, int, list[dict[str, Any]]]] = [(None, 2, here)]
+    groups: list[tuple[int | None, list[dict[str, Any]]]] = [(None, here)]
     if not options.quick:
-        groups += [(mbit * 10**6, 2, [{"bandwidth": mbit * 1e6 / 8}]) for mbit in NETWORKS]
-        groups.append((None, 1, [{"ranks": 1}]))
+        here.append({"ranks": 1})
+        groups += [(mbit * 10**6, [{"bandwidth": mbit * 1e6 / 8}]) for mbit in NETWORKS]
     rows: list[Row] = []
-    for network, ranks, changes in groups:
+    for network, changes in groups:
         arguments = {"case": case, "path": path, "changes": changes}
         names = [
             f"{case}, {', '.join(f'{k}={v}' for k, v in change.items()) or UNCHANGED}" for change in changes
         ]
         worker = "benchmarks.what_if:compare"
         try:
-            found = launch_over(network, worker, ranks, arguments, timeout=TIMEOUT)[0]
+            found = launch_over(network, worker, 2, arguments, timeout=TIMEOUT)[0]
         except NetworkUnavailableError as error:
             rows += [{"name": name, "reason": str(error)} for name in names]
         except WorkerError as error:

@@ -7,6 +7,7 @@ that it reads and writes.
 
 import math
 from dataclasses import replace
+from functools import partial
 
 from osdp.hardware.device_info import DeviceInfo, Link
 from osdp.hardware.profile import OptimizerProfile, PassProfile, Profile, SegmentProfile
@@ -14,8 +15,12 @@ from osdp.model.description import DTYPE_BYTES, ModelDesc, Operator, Work
 from osdp.model.training import FUSED, Training
 from osdp.profiler.roofline import LAUNCH_SECONDS
 
-#: FLOPs for each byte moved from which a pass is bound by compute rather than by memory.
-_COMPUTE_BOUND = 8
+#: FLOPs that take as long as moving a byte, on the roofline of :mod:`osdp.profiler.roofline`, and seconds
+#: that a pass of a segment takes on CPUs whatever its work: a few calls of kernels and of autograd. With them
+#: profiles of ten models at batch 8 tell those at 4 and 16 to 4 % on average and 8 % at worst (two ranks, a
+#: core each; ConvNeXt, whose depthwise convolutions pad their weights, to 6 %; torch 2.13, 2026-11).
+_FLOPS_PER_BYTE = 12
+_CALL_SECONDS = 4e-5
 
 #: Share of a network's nominal rate that is left for the payload of TCP segments of 1,448 bytes in Ethernet
 #: frames of 1,538.
@@ -26,6 +31,11 @@ _BLOCK = 16
 
 #: Share of the bytes that are expected of padded weights from which they are taken to be there.
 _SEEN = 0.9
+
+#: Seconds of a core for each byte that a rank sends over a network, and as much that it receives meanwhile.
+#: Between two hosts the all-reduce of two ranks could not hide 19 % at 1 Gbit/s and 3 % at 200 Mbit/s (twice
+#: each; network namespaces of Linux 6.18 on AMD EPYC, gloo of torch 2.13, 2026-11).
+_TCP_SECONDS = 1.5e-9
 
 #: Times that a collective copies its tensor in local memory: into the message and out of it.
 _COPIES = 2
@@ -49,14 +59,16 @@ def profile_at_batch(profile: Profile, model_desc: ModelDesc, local_batch: int) 
 
     def scaled(segment: SegmentProfile) -> SegmentProfile:
         of_trace = traced[segment.signature]
-        fixed = 0
+        fixed, launch = 0, LAUNCH_SECONDS
         if profile.device == "cpu":
             fixed = sum(_depthwise_bytes(operators[name]) for name in of_trace.operators)
+            launch = _CALL_SECONDS
+        scaled_pass = partial(_scaled_pass, before=before, after=local_batch, launch=launch)
         saved = _ratio(of_trace.saved_bytes(before), of_trace.saved_bytes(local_batch))
         return replace(
             segment,
-            forward=_scaled_pass(segment.forward, of_trace.forward, before, local_batch),
-            backward=_scaled_pass(segment.backward, of_trace.backward, before, local_batch, fixed),
+            forward=scaled_pass(segment.forward, of_trace.forward),
+            backward=scaled_pass(segment.backward, of_trace.backward, fixed),
             saved_bytes=math.ceil(saved * segment.saved_bytes),
         )
 
@@ -84,17 +96,21 @@ def _depthwise_bytes(operator: Operator) -> int:
     )
 
 
-def _scaled_pass(measured: PassProfile, work: Work, before: int, after: int, fixed: int = 0) -> PassProfile:
+def _scaled_pass(
+    measured: PassProfile, work: Work, fixed: int = 0, *, before: int, after: int, launch: float
+) -> PassProfile:
     """A pass at another batch; if it takes ``fixed`` bytes beyond the trace, it takes these as before."""
-    in_compute = work.flops(before) > _COMPUTE_BOUND * work.moved_bytes(before)
-    bound_by = work.flops if in_compute else work.moved_bytes
-    launch = min(LAUNCH_SECONDS, measured.seconds)
-    seconds = launch + (measured.seconds - launch) * _ratio(bound_by(before), bound_by(after))
     traced = work.peak_bytes(before)
     # Where the trace frees more than it allocates, what was measured is workspace.
     peak = _ratio(traced, work.peak_bytes(after)) if traced > 0 else after / before
     there = measured.peak_bytes - max(traced, 0) > _SEEN * fixed
     workspace = min(measured.peak_bytes, fixed) if there else 0
+
+    def busy(batch: int) -> float:
+        return max(work.flops(batch) / _FLOPS_PER_BYTE, work.moved_bytes(batch) + workspace)
+
+    launch = min(launch, measured.seconds)
+    seconds = launch + (measured.seconds - launch) * _ratio(busy(before), busy(after))
 
     def larger(nbytes: int) -> int:
         kept = min(workspace, max(nbytes, 0))
@@ -159,18 +175,25 @@ def device_with_bandwidth(device: DeviceInfo, bandwidth: float) -> DeviceInfo:
     shared = device.devices_per_node if device.nodes > 1 else 1
     links = tuple(_over_network(link, device, bandwidth, shared) for link in device.links)
     found = replace(device, links=links, measured=False)
-    # What is hidden is told of the all-reduce. Of a longer one, the part that is on the wire needs no core.
-    wire = max(0.0, 1 - found.link("all_reduce").bandwidth / device.link("all_reduce").bandwidth)
+    reduced = found.link("all_reduce")
+    # What is hidden is told of the all-reduce. Of a longer one, the part that is on the wire needs no core
+    # but for what TCP computes, which ranks of one machine hardly have to do.
+    wire = max(0.0, 1 - reduced.bandwidth / device.link("all_reduce").bandwidth)
+    if device.kind == "cpu":
+        wire = max(0.0, wire - _TCP_SECONDS * _sent(reduced) * reduced.bandwidth)
+    # Beside sharded units an all-reduce has half the link while a unit is gathered, and goes on while compute
+    # alone runs: what the gather takes of the link meanwhile is not hidden.
+    shared_wire = wire * max(0.0, 1 - reduced.bandwidth / found.link("all_gather").bandwidth)
+    mixed = device.overlap if device.mixed_overlap is None else device.mixed_overlap
 
-    def hidden(share: float) -> float:
+    def hidden(share: float, wire: float) -> float:
         return wire + (1 - wire) * share
 
-    mixed = device.mixed_overlap
     return replace(
         found,
-        overlap=hidden(device.overlap),
-        mixed_overlap=None if mixed is None else hidden(mixed),
-        compute_overlap=hidden(device.compute_overlap),
+        overlap=hidden(device.overlap, wire),
+        mixed_overlap=hidden(mixed, shared_wire),
+        compute_overlap=hidden(device.compute_overlap, wire),
     )
 
 
@@ -234,12 +257,33 @@ def device_with_ranks(device: DeviceInfo, ranks: int) -> DeviceInfo:
         nodes, per_node = max(ranks // per_node, 1), min(ranks, per_node)
     else:
         nodes, per_node = 1, ranks
+    shared = device.copy_bandwidth
+    if per_node < device.devices_per_node:
+        # Fewer share the bandwidth of the machine's memory; how much more it has for more is not known.
+        share = shared * device.devices_per_node / per_node
+        shared = max(shared, min(share, device.copy_alone))
     found: tuple[Link, ...] = ()
     if ranks > 1:
         # Groups of other sizes were not measured.
         world = [link for link in device.links if link.group == "world"]
         found = tuple(_over_ranks(link, ranks) for link in world)
-    return replace(device, nodes=nodes, devices_per_node=per_node, links=found, measured=False)
+    return replace(
+        device,
+        nodes=nodes,
+        devices_per_node=per_node,
+        links=found,
+        copy_bandwidth=shared,
+        measured=False,
+    )
+
+
+def profile_with_copies(profile: Profile, factor: float) -> Profile:
+    """A profile where copies inside a device take ``factor`` of the time, as optimizer steps do by byte.
+
+    What is copied beside, in forward and backward, comes from caches for the most part.
+    """
+    optimizer = profile.optimizer
+    return replace(profile, optimizer=replace(optimizer, per_byte=optimizer.per_byte * factor))
 
 
 def _over_ranks(link: Link, ranks: int) -> Link:

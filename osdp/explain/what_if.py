@@ -7,6 +7,7 @@ from osdp.explain.scaling import (
     device_with_bandwidth,
     device_with_ranks,
     profile_at_batch,
+    profile_with_copies,
     profile_with_optimizer,
 )
 from osdp.model.training import MATRIX_OPTIMIZERS, Training
@@ -76,16 +77,17 @@ def changed_basis(
         ValueError: As there.
     """
     estimated: list[str] = []
-    device = basis.device
+    device, trainings, profiles = basis.device, basis.trainings, basis.profiles
     if memory_limit is not None:
         device = replace(device, memory_limit=parse_bytes(memory_limit))
     if ranks is not None:
         device = device_with_ranks(device, ranks)
         estimated.append(f"links of {ranks} ranks")
+        copies = basis.device.copy_bandwidth / device.copy_bandwidth
+        profiles = tuple(profile_with_copies(profile, copies) for profile in profiles)
     if bandwidth is not None:
         device = device_with_bandwidth(device, bandwidth)
         estimated.append(f"links of a network of {bandwidth * 8 / 1e9:g} Gbit/s")
-    trainings, profiles = basis.trainings, basis.profiles
     if local_batch is not None:
         nearest = min(profiles, key=lambda profile: abs(profile.local_batch - local_batch))
         profiles = (profile_at_batch(nearest, basis.model_desc, local_batch),)

@@ -132,7 +132,8 @@ class DeviceInfo(Savable):
             copy into its bucket and the all-reduce.
         pass_overhead: Seconds per forward and backward that a model under a plan takes beyond all of these.
             Of accelerators all four are the host's time, during which they work through what is queued.
-        copy_bandwidth: Bytes per second of a copy inside the device.
+        copy_bandwidth: Bytes per second of a copy inside the device, while all devices copy.
+        copy_alone: The same while no other device of the machine copies; 0 if it was not measured.
         flops: Floating-point operations per second, for estimated profiles; 0 if unknown.
         memory_bandwidth: Bytes per second to and from device memory, for estimated profiles; 0 if unknown.
         host: The way to host memory; ``None`` where the devices are CPUs, or if it is unknown.
@@ -164,6 +165,7 @@ class DeviceInfo(Savable):
     gradient_overhead: float = 0.0
     pass_overhead: float = 0.0
     copy_bandwidth: float = 1e10
+    copy_alone: float = 0.0
     flops: float = 0.0
     memory_bandwidth: float = 0.0
     host: HostLink | None = None

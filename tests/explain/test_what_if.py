@@ -62,16 +62,36 @@ def test_links_of_more_ranks_are_those_of_a_longer_ring() -> None:
         device_with_ranks(replace(device(), devices_per_node=1, links=()), 2)
 
 
+def test_a_rank_alone_has_the_memory_of_its_machine(planned: Callable[..., Plan]) -> None:
+    plan = planned(fraction=20.0)
+    assert plan.basis is not None
+    ranks = plan.basis.device.world_size
+    one_node = replace(
+        plan.basis.device, nodes=1, devices_per_node=ranks, copy_bandwidth=7e9, copy_alone=11e9
+    )
+    shared = replace(plan, basis=replace(plan.basis, device=one_node))
+    steps = [what_if(shared, ranks=n).basis for n in (ranks, 1)]
+    assert [basis and basis.device.copy_bandwidth for basis in steps] == [7e9, 11e9]
+    per_byte = [basis and basis.profiles[0].optimizer.per_byte for basis in steps]
+    assert per_byte[1] == pytest.approx(plan.basis.profiles[0].optimizer.per_byte * 7 / 11)
+
+
 def test_a_network_sends_what_a_ring_sends() -> None:
     slow = device_with_bandwidth(device(ranks=4), 125e6)
     copies = 2 / slow.copy_bandwidth
     sent = 0.75 / (125e6 * 1448 / 1538)
     assert slow.link("all_gather").bandwidth == pytest.approx(1 / (sent + copies))
     assert slow.link("all_reduce").bandwidth == pytest.approx(1 / (2 * sent + copies))
-    # The measured half needed a core, what the network adds needs none.
-    half = device_with_bandwidth(replace(device(ranks=4), overlap=0.5, compute_overlap=0.5), 125e6)
+    # The measured half needed a core; of what the network adds, TCP's computing does.
+    measured = replace(device(ranks=4), kind="cpu", overlap=0.5, compute_overlap=0.5)
+    half = device_with_bandwidth(measured, 125e6)
     longer = device(ranks=4).link("all_reduce").bandwidth / slow.link("all_reduce").bandwidth
-    assert half.overlap == half.compute_overlap == pytest.approx(1 - 0.5 / longer)
+    computing = 1.5e-9 * 1.5 * slow.link("all_reduce").bandwidth  # 1.5 bytes are sent for each
+    assert half.overlap == half.compute_overlap == pytest.approx(1 - 0.5 / longer - 0.5 * computing)
+    # While a unit is gathered, which sends half as much as the all-reduce beside it, both have half the link.
+    share = 1 - slow.link("all_reduce").bandwidth / slow.link("all_gather").bandwidth
+    assert share == pytest.approx(0.5, rel=0.05)
+    assert half.mixed_overlap == pytest.approx(0.5 + 0.5 * share * (1 - 1 / longer - computing))
     # gloo's own reduce-scatter is an all-reduce: parts are exchanged instead.
     on_gloo = device_with_bandwidth(replace(device(ranks=4), kind="cpu"), 125e6).link("reduce_scatter")
     assert on_gloo.by_exchange

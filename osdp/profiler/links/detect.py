@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from osdp.allocator import keep_freed_memory
 from osdp.comm.groups import Grid, Meshes, device_of
-from osdp.comm.objects import broadcast_object, gather_objects
+from osdp.comm.objects import broadcast_object, gather_objects, is_first
 from osdp.hardware.device_info import DOUBTFUL_RESIDUAL, FOREIGN_LOAD, DeviceInfo, Link
 from osdp.plan.sharding import Route
 from osdp.profiler.cache import LIFETIME, MeasurementCache, placement
@@ -69,7 +69,7 @@ _FEWEST_SIZES = 3
 _FEWEST_STEPS = 2
 
 #: Increased with every change of what is measured, so that older cache files are not read.
-_METHOD = 3
+_METHOD = 4
 
 #: The one link that all ranks have fitted alike.
 _EVERYWHERE = ("world", "all_reduce")
@@ -182,9 +182,13 @@ def _measure_groups(
     gradient_hooks, pass_hooks = measure_hooks(groups["world"].mesh, where, timing)
     parameters = measure_parameters(groups["world"].mesh, where, timing)
     links = [without_parameters(link, parameters) for link in links]
-    speeds = torch.tensor([measure_flops(where), measure_copy(where)], dtype=torch.float64, device=where)
+    speeds = torch.tensor(
+        [measure_flops(where), measure_copy(where, world)], dtype=torch.float64, device=where
+    )
     dist.all_reduce(speeds, op=dist.ReduceOp.MIN, group=world)
     flops, copy = speeds.tolist()
+    # The others wait for what the first rank has measured.
+    copy_alone = broadcast_object(measure_copy(where) if is_first(world) else 0.0, world)
     info = DeviceInfo(
         memory_limit=limit,
         kind=device_kind(where),
@@ -201,6 +205,7 @@ def _measure_groups(
         gradient_overhead=gradient_hooks,
         pass_overhead=pass_hooks,
         copy_bandwidth=copy,
+        copy_alone=max(copy, copy_alone),
         flops=flops,
         memory_bandwidth=2 * copy,
         host=measure_host_link(where, shape[1], world),
