@@ -18,7 +18,7 @@ from osdp.profiler.roofline import LAUNCH_SECONDS
 #: FLOPs that take as long as moving a byte, on the roofline of :mod:`osdp.profiler.roofline`, and seconds
 #: that a pass of a segment takes on CPUs whatever its work: a few calls of kernels and of autograd. With them
 #: profiles of ten models at batch 8 tell those at 4 and 16 to 4 % on average and 8 % at worst (two ranks, a
-#: core each; ConvNeXt, whose depthwise convolutions pad their weights, to 6 %; torch 2.13, 2026-11).
+#: core each; ConvNeXt, whose depthwise convolutions pad their weights, to 1 %; torch 2.13, 2026-11).
 _FLOPS_PER_BYTE = 12
 _CALL_SECONDS = 4e-5
 
@@ -107,7 +107,8 @@ def _scaled_pass(
     workspace = min(measured.peak_bytes, fixed) if there else 0
 
     def busy(batch: int) -> float:
-        return max(work.flops(batch) / _FLOPS_PER_BYTE, work.moved_bytes(batch) + workspace)
+        # Where weights are padded on both sides, images are on one, and take as many times as long.
+        return max(work.flops(batch) / _FLOPS_PER_BYTE, work.moved_bytes(batch) + workspace / _BLOCK)
 
     launch = min(launch, measured.seconds)
     seconds = launch + (measured.seconds - launch) * _ratio(busy(before), busy(after))

@@ -1,5 +1,6 @@
 """Operation: a dispatched operation with its FLOPs, the bytes it moves and a token that identifies it."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -67,6 +68,8 @@ class Operation:
             return int(sdpa_backward_flop_count(*_with_all_heads(self.inputs[:4])))
         if is_grouped_product(self.func):
             return grouped_product_flops(*self.inputs[:2])
+        if packet is torch.ops.aten.convolution_backward:
+            return _convolution_backward_flops(*self.args)
         formula = flop_registry.get(packet)
         return int(formula(*self.args, **self.kwargs, out_val=self.output)) if formula is not None else 0
 
@@ -77,6 +80,19 @@ class Operation:
         if not self.func._schema.is_mutable and all(storage_key(tensor) in known for tensor in self.outputs):
             return 0
         return _nbytes(self.inputs) + _nbytes(self.outputs)
+
+
+def _convolution_backward_flops(
+    grad_output: torch.Tensor, inputs: torch.Tensor, weight: torch.Tensor, *more: Any
+) -> int:
+    """As many for each gradient as forward takes; torch's formula takes any groups for one (2.13).
+
+    Tensors are of shape (samples, channels, ...), the weight of (channels, channels in a group, ...).
+    """
+    *_, transposed, _, _, wanted = more
+    gradients: int = sum(wanted[:2])
+    passed = inputs if transposed else grad_output
+    return gradients * 2 * passed.numel() * math.prod(weight.shape[1:])
 
 
 def _with_all_heads(tensors: Sequence[torch.Tensor]) -> list[torch.Size]:

@@ -103,6 +103,19 @@ def test_flops_are_those_of_the_flop_counter() -> None:
     assert sum(s.backward.flops(4) for s in desc.segments) == backward.get_total_flops()
 
 
+@pytest.mark.parametrize("groups", [1, 2, 8])
+@pytest.mark.parametrize("kind", [nn.Conv2d, nn.ConvTranspose2d])
+def test_backward_of_grouped_convolutions_takes_twice_the_flops_of_forward(
+    kind: type[nn.Conv2d | nn.ConvTranspose2d], groups: int
+) -> None:
+    # torch's formula takes those of a dense convolution for the gradient of the weight: 96 times ConvNeXt's.
+    model = nn.Sequential(nn.Conv2d(8, 8, 1), kind(8, 8, 3, padding=1, groups=groups), nn.ReLU())
+    desc = describe(model, torch.randn(4, 8, 6, 6))
+    (convolution,) = [segment for segment in desc.segments if segment.module == "1"]
+    assert convolution.forward.flops(4) == 2 * 4 * 8 * 36 * 9 * 8 // groups
+    assert convolution.backward.flops(4) == 2 * convolution.forward.flops(4)
+
+
 def test_attention_on_the_cpu_has_flops() -> None:
     class Attention(nn.Module):
         def forward(self, q: torch.Tensor) -> torch.Tensor:
