@@ -27,12 +27,15 @@ def gather_objects(mine: T, group: dist.ProcessGroup | None = None) -> list[T]:
     return everyone
 
 
-def broadcast_object(mine: T, group: dist.ProcessGroup | None = None) -> T:
-    """The object of the first rank of ``group``, or of all ranks if it is ``None``, on all of them."""
+def broadcast_object(mine: T, group: dist.ProcessGroup | None = None, source: int = 0) -> T:
+    """The object of the first rank of ``group``, or of rank ``source`` in it, on all of its ranks.
+
+    ``None`` is the group of all ranks.
+    """
     if not has_process_group():
         return mine
     box = [mine]
-    dist.broadcast_object_list(box, group=group, group_src=0)
+    dist.broadcast_object_list(box, group=group, group_src=source)
     return box[0]
 
 

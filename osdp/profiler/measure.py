@@ -44,8 +44,9 @@ def profile_model(
         sample_inputs: A batch to measure with; by default zeros like the one it was described with.
         training: Local batch, optimizer and dtypes; by default the described batch and AdamW.
         device: Where; by default the current CUDA device, else the CPU.
-        mesh: Where the optimizer's DTensors are sharded over, as they are when a plan runs; without one they
-            are taken to cost what plain tensors cost.
+        mesh: The ranks that train together, along its last axis: they measure at once, and the segments of
+            the slowest count. The optimizer's DTensors are sharded over it, as they are when a plan runs;
+            without one they are taken to cost what plain tensors cost.
         loss_fn: As for the description.
         cache: Where measurements are looked up and kept; nowhere if ``None``. All of its ranks call this.
         progress: Whether to show a progress bar.
@@ -107,6 +108,7 @@ def profile_trainings(
         device=target,
         loss_fn=loss_fn,
         param_dtype=training.param_dtype,
+        group=None if mesh is None else mesh.get_group(mesh.ndim - 1),
         progress=progress,
     )
     resident = library_workspace(target) + convolution_scratchpad(model, target)

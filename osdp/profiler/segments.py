@@ -23,8 +23,10 @@ from statistics import fmean, median
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from osdp.comm.objects import broadcast_object
 from osdp.hardware.profile import UNSTABLE, PassProfile, SegmentProfile
 from osdp.model.description import ModelDesc
 from osdp.nn.random_states import preserve_python_states
@@ -48,7 +50,7 @@ _WARMUP = 2
 _MOST_TIMES = 3
 
 #: Increased with every change of what is measured, so that older cache files are not read.
-_METHOD = 6
+_METHOD = 7
 
 #: Bytes swept through before a timed pass: what the largest shared caches of one core or GPU hold.
 _SWEPT_BYTES = 2**26
@@ -127,20 +129,35 @@ def cached_batches(
     cache: MeasurementCache,
     device: torch.device | str | None = None,
     param_dtype: str | None = None,
+    group: dist.ProcessGroup | None = None,
     **options: Any,
 ) -> list[tuple[SegmentProfile, ...]]:
-    """As :func:`profile_batches`, but measured once for a description, batch shapes, dtype and hardware."""
+    """As :func:`profile_batches`, but measured once for a description, batch shapes, dtype and hardware.
+
+    The ranks of ``group`` measure at once and get what the slowest of them has measured: steps wait for it.
+    """
     target = torch.device(device) if device is not None else default_device()
     samples = [SampleBatch.of(batch) for batch in batches]
 
-    return cache.get_or_measure_all(
-        "segments",
-        tuple[SegmentProfile, ...],
-        [[_METHOD, model_desc, sample.specs, hardware(target), param_dtype] for sample in samples],
-        lambda: profile_batches(
-            model, samples, model_desc, device=target, param_dtype=param_dtype, **options
-        ),
-    )
+    def measure() -> list[tuple[SegmentProfile, ...]]:
+        found = profile_batches(model, samples, model_desc, device=target, param_dtype=param_dtype, **options)
+        return found if group is None else broadcast_object(found, group, _slowest_rank(found, group, target))
+
+    facts = [[_METHOD, model_desc, sample.specs, hardware(target), param_dtype] for sample in samples]
+    return cache.get_or_measure_all("segments", tuple[SegmentProfile, ...], facts, measure)
+
+
+def _slowest_rank(
+    measured: Sequence[tuple[SegmentProfile, ...]], group: dist.ProcessGroup, device: torch.device
+) -> int:
+    """Rank in ``group`` whose segments took longest."""
+    passes = (each for segments in measured for s in segments for each in (s.forward, s.backward))
+    seconds = torch.tensor(sum(each.seconds for each in passes), dtype=torch.float64, device=device)
+    most = seconds.clone()
+    dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
+    rank = torch.where(seconds == most, group.rank(), group.size())
+    dist.all_reduce(rank, op=dist.ReduceOp.MIN, group=group)
+    return int(rank)
 
 
 def default_device() -> torch.device:

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -10,14 +11,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.support.memory_oracle import measure_peak
-from osdp.hardware.profile import SegmentProfile
+from osdp.hardware.profile import Profile, SegmentProfile
 from osdp.model.description import ModelDesc
 from osdp.profiler import segments as segments_module
 from osdp.profiler.block_stubs import OutputTemplate
 from osdp.profiler.cache import MeasurementCache
+from osdp.profiler.measure import profile_model
 from osdp.profiler.reduced_model import reduced_model
 from osdp.profiler.repeats import find_repeats
 from osdp.profiler.segments import cached_batches, profile_batches
@@ -26,6 +30,7 @@ from osdp.profiler.workspace import CpuWorkspace
 from osdp.tracing.loss import scalar_loss
 from osdp.tracing.sample_batch import SampleBatch
 from osdp.tracing.trace import describe
+from tests.helpers.distributed import run
 from tests.helpers.load import slowdown
 
 CPU = torch.device("cpu")
@@ -467,6 +472,34 @@ def test_an_operation_that_fails_leaves_no_profiler_behind() -> None:
     with pytest.raises(RuntimeError, match="must match the size"):
         workspace.run(lambda: torch.ones(2) + torch.ones(3))
     assert workspace.run(lambda: torch.ones(2))[1] == 0
+
+
+class Busy(nn.Module):
+    """Computes for a while without any operation of torch's."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds = seconds
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        until = time.thread_time() + self.seconds
+        while time.thread_time() < until:
+            pass
+        return x
+
+
+def _profiled_beside_a_slow_rank() -> tuple[Profile, float]:
+    torch.set_num_threads(1)
+    model, x = nn.Sequential(nn.Linear(4, 4), Busy(0.05 * dist.get_rank()), nn.ReLU()), torch.ones(2, 4)
+    profile = profile_model(model, describe(model, x), mesh=init_device_mesh("cpu", (2,)), progress=False)
+    return profile, sum(segment.forward.seconds for segment in profile.segments)
+
+
+def test_a_profile_is_that_of_the_slowest_rank() -> None:
+    # That of the first rank was taken, whose steps wait for the other one.
+    (first, seconds), (second, _) = run(2, _profiled_beside_a_slow_rank)
+    assert first.segments == second.segments
+    assert seconds > 0.04
 
 
 def test_profiling_writes_nothing_where_nobody_watches() -> None:

@@ -17,10 +17,11 @@ _ALIKE = 0.1
 
 
 def measure_slowdowns(mesh: DeviceMesh, device: torch.device) -> tuple[float, ...]:
-    """Slowdown of each rank of a pipeline relative to the compute times in a profile of the first rank.
+    """Slowdown of each rank of a pipeline relative to the compute times in a profile of the first stage.
 
-    Profiles of CPUs count a thread's CPU time, so a host that lets its threads run only half of the time
-    doubles them. Of the data- and tensor-parallel ranks of a stage the slowest one counts.
+    Such a profile is that of the slowest data-parallel rank there. Profiles of CPUs count the CPU time of a
+    thread, so a host that lets its threads run only half of the time doubles them. Of the data- and
+    tensor-parallel ranks of a stage the slowest one counts.
 
     Args:
         mesh: A mesh with the axes ``pp``, ``dp`` and ``tp``; all of its ranks call it.
@@ -40,7 +41,7 @@ def measure_slowdowns(mesh: DeviceMesh, device: torch.device) -> tuple[float, ..
     group = mesh.get_group("pp")
     found = [torch.empty_like(slowdown) for _ in range(group.size())]
     dist.all_gather(found, slowdown, group=group)
-    values = tuple(float(value) for value in found)
+    values = tuple(float(value / found[0]) for value in found)
     return () if all(abs(value - 1) < _ALIKE for value in values) else values
 
 
