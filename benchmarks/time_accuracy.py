@@ -7,8 +7,8 @@ says whether predictions order the plans as times do; pairs whose times differ b
 
 The speed of a machine that shares its host changes by a fifth within seconds. So steps and what predicts
 them are measured in turns: the model is profiled and the links are measured before the steps and after each
-third of them, and a prediction is the mean of what all say of the plan; the errors of the first alone, from
-which the plans were made, stand beside.
+third of them, and a prediction is the median of what all say of the plan, as the measured time is that of
+its steps; the errors of the first alone, from which the plans were made, stand beside.
 
 With ``--device cuda`` one device trains each model by itself and under a fake process group (all of FSDP2's
 copies and hooks, no communication).
@@ -161,8 +161,13 @@ def rows_of(group: Group, rounds: int) -> list[Row]:
     expected = reference_losses(CASES[group.case], training, WORLD_SIZE, found["steps"])[-1]
     rows = []
     for name, predicted in found["predicted"].items():
-        row = _row(f"{group.name}: {name}", fmean(predicted), found["seconds"][name])
-        row |= {"group": group.name, "units": found["units"][name], "doubts": found["doubts"]}
+        row = _row(f"{group.name}: {name}", median(predicted), found["seconds"][name])
+        row |= {
+            "predictions": predicted,
+            "group": group.name,
+            "units": found["units"][name],
+            "doubts": found["doubts"],
+        }
         row["error_before"] = predicted[0] / row["measured"] - 1
         row["loss_difference"] = abs(found["losses"][name] - expected) / abs(expected)
         if not row["loss_difference"] <= LOSS_TOLERANCE:

@@ -174,10 +174,12 @@ def frontier_chart(frontier: Frontier) -> Chart:
             "marker": {"size": 14, "color": "#D55E00", "symbol": "diamond"}, "hoverinfo": "name",
         },
     ]  # fmt: skip
+    # There is no half a sample or device.
+    whole = {} if unit > 1 else {"tickvals": [point.x for point in frontier.points]}
     if others:
         traces.append(
             {
-                "type": "scatter", "mode": "markers", "name": "nothing fits",
+                "type": "scatter", "mode": "markers", "name": "nothing fits", "cliponaxis": False,
                 "x": [point.x / unit for point in others], "y": [0] * len(others),
                 "marker": {"size": 11, "color": "#D55E00", "symbol": "x"},
                 "text": [f"the least any plan takes is {format_bytes(point.peak_bytes)}" for point in others],
@@ -187,7 +189,7 @@ def frontier_chart(frontier: Frontier) -> Chart:
     return {
         "data": traces,
         "layout": {
-            "xaxis": {"title": {"text": words}},
+            "xaxis": {"title": {"text": words}, **whole},
             "yaxis": {"title": {"text": "samples/s"}, "rangemode": "tozero"},
         },
     }

@@ -245,6 +245,8 @@ def _beside(other: Alternative, own: PlanExplanation) -> str:
     if not other.fits:
         over = format_bytes(other.peak_bytes - own.memory_limit)
         return f"{told}, {'and would' if seconds > NO_TIME else 'but'} exceed the limit by {over}"
+    if nbytes > 0 and abs(seconds) <= NO_TIME:
+        return f"{told}, with {format_bytes(nbytes)} more"
     if nbytes < 0 and seconds >= -NO_TIME:
         return f"{told} and save {format_bytes(-nbytes)}, which is not needed"
     return told

@@ -39,7 +39,8 @@ def html_page(report: PlanReport) -> str:
     if report.frontiers:
         for frontier in report.frontiers:
             charts[frontier.over] = frontier_chart(frontier)
-        tabs.append(("What if", "".join(map(_frontier, report.frontiers))))
+        measured = report.plan.measured_profile
+        tabs.append(("What if", "".join(_frontier(each, measured) for each in report.frontiers)))
     if report.schedule:
         charts["schedule"] = schedule_chart(report.schedule)
         tabs.append(("Schedule", _schedule(report)))
@@ -111,7 +112,9 @@ def _alternatives(unit: UnitExplanation, report: PlanReport) -> str:
         lines.append(f"<p><b>{escape(other.choice)}</b>: {time}, {memory}, {fit}{when}</p>")
     best = unit.alternatives[0]
     slower = best.step_seconds - own.step_seconds
-    cost = f"+{format_seconds(slower)} a step" if slower > NO_TIME else "as fast"
+    more = best.peak_bytes - own.peak_bytes
+    as_fast = f"as fast, with {format_bytes(more)} more" if more > 0 else "as fast"
+    cost = f"+{format_seconds(slower)} a step" if slower > NO_TIME else as_fast
     told = f"{escape(best.choice)}: {cost if best.fits else 'does not fit'}"
     return f"<details><summary>{told}</summary>{''.join(lines)}</details>"
 
@@ -157,17 +160,19 @@ def _times(report: PlanReport) -> str:
         ("#", True), ("layers", False), ("choice", False), ("forward", True), ("backward", True),
         ("waiting", True), ("hidden", True), ("optimizer", True),
     )  # fmt: skip
+    numbers = [number for number in _numbers(report) if number]
+    repeated = "; one that replicates several layers has a row for each" * (len(set(numbers)) < len(numbers))
     return (
-        "<p>Time of each unit in a step: compute, collectives that compute waits for, and below zero "
-        "those that run beside it; what compute does not cover of them is waited for in the last row. "
-        "Units are numbered as among the decisions; one that replicates "
-        f"several layers has a row for each.</p>{chart('time')}{table(heads, rows)}"
+        "<p>Time of each unit in a step: compute and the collectives that it waits for, and below zero those "
+        "that run beside it. What is left of these when compute has ended is waited for in the last row. "
+        f"Units are numbered as among the decisions{repeated}.</p>{chart('time')}{table(heads, rows)}"
     )
 
 
-def _frontier(frontier: Frontier) -> str:
+def _frontier(frontier: Frontier, measured: bool) -> str:
+    how = "measured" if measured else "estimated"
     note = "" if frontier.over == "memory_limit" else (
-        '<p class="soft">Times of other settings are scaled from this one, not measured.</p>'
+        f'<p class="soft">Times of other settings are scaled from those of this one, which are {how}.</p>'
     )  # fmt: skip
     return f"<h2>{_TITLES[frontier.over]}</h2>{chart(frontier.over)}{note}"
 
@@ -187,10 +192,10 @@ def _settings(plan: Plan) -> str:
         **(_basis(basis) if basis is not None else {}),
         "memory limit": format_bytes(plan.memory_limit),
         "samples a step": f"{plan.global_batch}: {plan.local_batch} each x {training.microbatches} "
-        f"microbatches x {plan.dp} devices",
+        f"microbatch{'es' * (training.microbatches > 1)} x {plan.dp} device{'s' * (plan.dp > 1)}",
         "optimizer": training.optimizers,
         "computed in": training.param_dtype or "the parameters' dtype",
-        "gradients are reduced in": training.reduce_dtype or "the dtype of compute",
+        "gradients are reduced in": training.reduce_dtype or training.param_dtype or "the parameters' dtype",
         "profile": "measured" if plan.measured_profile else "estimated",
     }
     rows = [[(name, None), (escape(value), None)] for name, value in facts.items() if value]
@@ -203,13 +208,16 @@ def _basis(basis: Basis) -> dict[str, str]:
     device, desc = basis.device, basis.model_desc
     dtypes = dict.fromkeys(p.dtype for operator in desc.operators for p in operator.parameters)
     links = {
-        f"{link.collective.replace('_', '-')}, {link.group}": f"{link.bandwidth / 1e9:.3g} GB/s and "
-        f"{format_seconds(link.latency)} each"
+        f"{link.collective.replace('_', '-')}, {'all devices' if link.group == 'world' else link.group}": (
+            f"{link.bandwidth / 1e9:.3g} GB/s and {format_seconds(link.latency)} a call"
+        )
         for link in device.links
     }
+    inputs = [f"{' x '.join(map(str, spec.shape))} {spec.dtype}" for spec in desc.sample]
     return {
         "kind": device.kind,
         "nodes": f"{device.nodes} with {device.devices_per_node} devices each",
         **links,
         "parameters": f"{desc.num_parameters:,} in {', '.join(dtypes)}, {format_bytes(desc.nbytes)}",
+        "traced batch": ", ".join(inputs),
     }
