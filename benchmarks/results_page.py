@@ -266,7 +266,8 @@ def sections() -> Iterator[Section]:
             f"{summary['points']} plans on loopback and on two hosts with limited uplinks: mean absolute "
             f"error {summary['mape']:.1%}, worst {summary['worst']:.1%}, bias {summary['bias']:+.1%} (from "
             f"the profile before the steps alone {summary['mape_before']:.1%} and "
-            f"{summary['bias_before']:+.1%}; the machine drifts, so there is one after them, too); the mean "
+            f"{summary['bias_before']:+.1%}; the machine drifts, so there are more between and after them, "
+            "and their median counts); the mean "
             "of Kendall's tau within the plans of one model, batch and network is "
             f"{summary['mean_tau_within_groups']:.2f}.",
             "time_accuracy",

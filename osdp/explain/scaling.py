@@ -17,8 +17,8 @@ from osdp.profiler.roofline import LAUNCH_SECONDS
 
 #: FLOPs that take as long as moving a byte, on the roofline of :mod:`osdp.profiler.roofline`, and seconds
 #: that a pass of a segment takes on CPUs whatever its work: a few calls of kernels and of autograd. With them
-#: profiles of ten models at batch 8 tell those at 4 and 16 to 4 % on average and 8 % at worst (two ranks, a
-#: core each; ConvNeXt, whose depthwise convolutions pad their weights, to 1 %; torch 2.13, 2026-11).
+#: profiles of the ten models that they were chosen on tell, from batch 8, those at 4 and 16 to 4 % on average
+#: and 8 % at worst (two ranks, a core each; torch 2.13, 2026-11).
 _FLOPS_PER_BYTE = 12
 _CALL_SECONDS = 4e-5
 

@@ -84,7 +84,9 @@ def changed_basis(
         device = device_with_ranks(device, ranks)
         estimated.append(f"links of {ranks} ranks")
         copies = basis.device.copy_bandwidth / device.copy_bandwidth
-        profiles = tuple(profile_with_copies(profile, copies) for profile in profiles)
+        if copies != 1:
+            profiles = tuple(profile_with_copies(profile, copies) for profile in profiles)
+            estimated.append("the optimizer's step with the memory's bandwidth shared by fewer ranks")
     if bandwidth is not None:
         device = device_with_bandwidth(device, bandwidth)
         estimated.append(f"links of a network of {bandwidth * 8 / 1e9:g} Gbit/s")

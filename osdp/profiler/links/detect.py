@@ -182,13 +182,13 @@ def _measure_groups(
     gradient_hooks, pass_hooks = measure_hooks(groups["world"].mesh, where, timing)
     parameters = measure_parameters(groups["world"].mesh, where, timing)
     links = [without_parameters(link, parameters) for link in links]
-    speeds = torch.tensor(
-        [measure_flops(where), measure_copy(where, world)], dtype=torch.float64, device=where
-    )
+    own = [measure_flops(where), measure_copy(where, world)]
+    speeds = torch.tensor(own, dtype=torch.float64, device=where)
     dist.all_reduce(speeds, op=dist.ReduceOp.MIN, group=world)
     flops, copy = speeds.tolist()
-    # The others wait for what the first rank has measured.
-    copy_alone = broadcast_object(measure_copy(where) if is_first(world) else 0.0, world)
+    # The others wait for what the first rank has measured. Accelerators have their own memory.
+    alone = where.type == "cpu" and is_first(world)
+    copy_alone = broadcast_object(measure_copy(where) if alone else copy, world)
     info = DeviceInfo(
         memory_limit=limit,
         kind=device_kind(where),

@@ -145,6 +145,7 @@ def _numbers(report: PlanReport) -> list[str]:
 
 
 def _times(report: PlanReport) -> str:
+    of_rows = _numbers(report)
     rows = [
         [
             (number, number or "-1"),
@@ -154,13 +155,13 @@ def _times(report: PlanReport) -> str:
                 each.forward, each.backward, each.communication, each.hidden, each.optimizer,
             )),
         ]
-        for number, each in zip(_numbers(report), report.times, strict=True)
+        for number, each in zip(of_rows, report.times, strict=True)
     ]  # fmt: skip
     heads = (
         ("#", True), ("layers", False), ("choice", False), ("forward", True), ("backward", True),
         ("waiting", True), ("hidden", True), ("optimizer", True),
     )  # fmt: skip
-    numbers = [number for number in _numbers(report) if number]
+    numbers = [number for number in of_rows if number]
     repeated = "; one that replicates several layers has a row for each" * (len(set(numbers)) < len(numbers))
     return (
         "<p>Time of each unit in a step: compute and the collectives that it waits for, and below zero those "
