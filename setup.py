@@ -12,6 +12,7 @@ ROOT = Path(__file__).parent
 )
 
 HF = ["transformers>=5"]
+CHECKPOINT = ["isal>=1.6"]
 CLI = ["typer>=0.12", "rich>=13", "tqdm>=4.66", "pyyaml>=6"]
 REPORT = ["matplotlib>=3.8", "plotly>=5.20"]
 DOCS = ["mkdocs-material>=9.5", "mkdocstrings[python]>=1.0"]
@@ -58,10 +59,11 @@ setup(
     install_requires=["torch>=2.11,<2.14", "numpy", "networkx>=3", "fairscale>=0.4.13"],
     extras_require={
         "hf": HF,
+        "checkpoint": CHECKPOINT,
         "cli": CLI,
         "report": REPORT,
         "docs": DOCS,
-        "dev": [*DEV, *CLI, *HF, *REPORT, *DOCS],
+        "dev": [*DEV, *CHECKPOINT, *CLI, *HF, *REPORT, *DOCS],
     },
     entry_points={"console_scripts": ["osdp=osdp.cli.main:main"]},
 )

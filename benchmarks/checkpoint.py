@@ -1,9 +1,10 @@
 """Claim: checkpoints cost what torch's do, open under any layout to the last bit, and miss no change.
 
-Seconds of saving, loading and of the stall of a save in the background, on two ranks, in turns with
-torch's distributed checkpoint by hand, files synced on both sides, and read from disk as after a restart,
-or from the system's cache; live bytes above those of training, in
-units of the plan. Each checkpoint of eleven layouts (plans, ranks, stages, tensor parallelism) is loaded
+Seconds of saving and loading, on two ranks, in turns with torch's distributed checkpoint by hand, files
+synced on both sides, and read from disk as after a restart, or from the system's cache; of weights exported
+for transformers, in turns with its own ``save_pretrained`` of the gathered model; of the stall of a save in
+the background, beside a whole save by hand, and beside our own. Live bytes above those of training, in units
+of the plan. Each checkpoint of eleven layouts (plans, ranks, stages, tensor parallelism) is loaded
 under each other one. In a small checkpoint a thousand bits are changed or bytes lost, one at a time.
 
     python -m benchmarks.checkpoint [--quick] [--json FILE]
@@ -23,8 +24,13 @@ from benchmarks.support.harness import Options, Result, Row
 from benchmarks.support.launch import WorkerError, launch
 from benchmarks.support.live_bytes import preload
 
-#: Models and plans whose seconds and bytes are measured: states of 250 MB to 1.5 GB.
-COSTS = (("gpt2-wide", "full_shard"), ("llama-32k", "mixed"), ("gpt2-124m", "full_shard"))
+#: Models and plans whose seconds and bytes are measured: states of 250 MB, and of 1.6 GB under several plans.
+COSTS = (
+    ("gpt2-wide", "full_shard"),
+    ("llama-32k", "mixed"),
+    ("gpt2-124m", "full_shard"),
+    ("gpt2-124m", "replicated"),
+)
 CHANGES = 1000
 TIMEOUT = 600
 _LAYOUTS = "benchmarks.support.checkpoints.layouts"
@@ -47,7 +53,9 @@ def cost_row(case: str, plan: str) -> Row:
         "save_ratio": seconds["save"] / seconds["save by hand"],
         "load_ratio": seconds["load"] / seconds["load by hand"],
         "cached_load_ratio": seconds["cached load"] / seconds["cached load by hand"],
-        "stall_ratio": seconds["stall"] / seconds["save"],
+        "stall_ratio": seconds["stall"] / seconds["save by hand"],
+        "stall_over_own_save": seconds["stall"] / seconds["save"],
+        "export_ratio": seconds["export"] / seconds["export by hand"],
         "save_peak_units": found["save_peak"] / found["unit_bytes"],
         "load_peak_units": found["load_peak"] / found["unit_bytes"],
     }
@@ -112,6 +120,8 @@ def summarize(rows: list[Row]) -> dict[str, float | int | None]:
         "load_ratio": over("load_ratio", median),
         "cached_load_ratio": over("cached_load_ratio", median),
         "async_stall_ratio": over("stall_ratio", median),
+        "async_stall_over_own_save": over("stall_over_own_save", median),
+        "export_ratio": over("export_ratio", median),
         "save_peak_over_training_units": over("save_peak_units", max),
         "load_peak_over_shard_units": over("load_peak_units", max),
         "reshards": sum("equal" in row for row in rows),
@@ -123,12 +133,26 @@ def summarize(rows: list[Row]) -> dict[str, float | int | None]:
 
 def main(arguments: list[str] | None = None) -> int:
     result = measure(harness.parse_options("checkpoint", __doc__, arguments))
-    columns = ["", "save", "load", "cached", "stall", "save peak", "load peak", "equal", ""]
+    columns = [
+        "",
+        "save",
+        "load",
+        "cached",
+        "export",
+        "stall",
+        "of own",
+        "save peak",
+        "load peak",
+        "equal",
+        "",
+    ]
     keys = (
         "save_ratio",
         "load_ratio",
         "cached_load_ratio",
+        "export_ratio",
         "stall_ratio",
+        "stall_over_own_save",
         "save_peak_units",
         "load_peak_units",
         "equal",

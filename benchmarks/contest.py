@@ -61,8 +61,8 @@ SAMPLES = 8
 MICROBATCHES = (1, 2, 4)
 
 FINALISTS = 3
-#: Rounds between two looks at the intervals, and the most of them.
-ROUNDS, MOST_ROUNDS = 10, 200
+#: Rounds of one making of the candidates, the fewest before intervals are looked at, and the most of them.
+ROUNDS, LEAST_ROUNDS, MOST_ROUNDS = 5, 20, 200
 #: Seconds after which no further rounds begin: on slow networks a step takes seconds, and varies little.
 ENOUGH = 240
 #: Part of its time that a rival might save by recomputation or smaller microbatches, generously.
@@ -205,7 +205,8 @@ def compete(
         except InfeasibleError as error:
             row["infeasible"] = str(error)
             continue
-        plans[name] = setting, plan
+        row["program"] = next((known for known in plans if _is_same(plans[known][1], plan)), name)
+        plans.setdefault(row["program"], (setting, plan))
         replicated = setting.plan(contest.device, strategy="NO_SHARD")
         greedy = greedy_prediction(
             replace(replicated, memory_limit=limit),
@@ -245,7 +246,7 @@ def _turns(
     """Seconds of all candidates in turn, until the intervals of the rows are narrow, and losses.
 
     Two instances of one program differ by several percent, by where their memory happens to lie; so each
-    candidate is made anew for every ten rounds. Those that only rows with narrow intervals need take no
+    candidate is made anew for every few rounds. Those that only rows with narrow intervals need take no
     further part.
     """
     losses = dict.fromkeys(makers, 0.0)
@@ -276,14 +277,20 @@ def _turns(
             seconds[name] += values
         if len(seconds[taking_part[0]]) >= most_rounds or time.monotonic() - begin > ENOUGH:
             taking_part = []
-        else:
-            wide = [name for name, ratio in _ratios(rows, seconds).items() if not is_narrow(ratio)]
-            needed = {rival for name in wide for rival in (name, *rows[name]["finalists"])}
+        elif len(seconds[taking_part[0]]) >= LEAST_ROUNDS:
+            wide = [rows[name] for name, ratio in _ratios(rows, seconds).items() if not is_narrow(ratio)]
+            needed = {name for row in wide for name in (row["program"], *row["finalists"])}
             taking_part = [name for name in taking_part if name in needed]
         decided = [taking_part]
         dist.broadcast_object_list(decided, 0)
         taking_part = decided[0]
     return seconds, {name: mean_loss(loss) for name, loss in losses.items()}
+
+
+def _is_same(plan: Plan, other: Plan) -> bool:
+    """Whether two plans, of two limits, are one program: its seconds are those of both."""
+    one, two = ((each.training, [stage.sharding for stage in each.stages]) for each in (plan, other))
+    return one == two
 
 
 def is_narrow(ratio: Ratio) -> bool:
@@ -294,9 +301,11 @@ def is_narrow(ratio: Ratio) -> bool:
 def _ratios(rows: Mapping[str, dict[str, Any]], seconds: Mapping[str, list[float]]) -> dict[str, Ratio]:
     """The best rival over OSDP in each row that has both."""
     return {
-        name: over_best_rival({rival: seconds[rival] for rival in row["finalists"]}, seconds[name])[1]
+        name: over_best_rival({rival: seconds[rival] for rival in row["finalists"]}, seconds[row["program"]])[
+            1
+        ]
         for name, row in rows.items()
-        if name in seconds and row["finalists"]
+        if "program" in row and row["finalists"]
     }
 
 
@@ -367,13 +376,14 @@ def _row(name: str, measured: Mapping[str, Any], expected: float) -> Row:
         # Honest only if no rival fits either.
         return row | ({"error": f"rivals fit: {row['infeasible']}"} if row["fitting"] else {})
     plan: Plan = codec.from_json(Plan, row["plan"])
-    ours = median(seconds[name])
-    per_block = _in_common(seconds[row["fsdp2"]], seconds[name])
-    difference = abs(measured["losses"][name] - expected) / abs(expected)
+    program = row["program"]
+    ours = median(seconds[program])
+    per_block = _in_common(seconds[row["fsdp2"]], seconds[program])
+    difference = abs(measured["losses"][program] - expected) / abs(expected)
     row |= {
         "over_limit": row["peak"] > row["limit"],
         "predicted_peak": plan.predicted.peak_bytes,
-        "seconds": seconds[name],
+        "seconds": seconds[program],
         "predicted_seconds": plan.predicted.step_seconds,
         "time_error": plan.predicted.step_seconds / ours - 1,
         "over_fsdp2": per_block.median,
@@ -387,7 +397,7 @@ def _row(name: str, measured: Mapping[str, Any], expected: float) -> Row:
     if row["greedy_seconds"] is not None:
         row["exact_over_greedy"] = row["greedy_seconds"] / plan.predicted.step_seconds
     if row["finalists"]:
-        best, ratio = over_best_rival(row["rival_seconds"], seconds[name])
+        best, ratio = over_best_rival(row["rival_seconds"], row["seconds"])
         row |= {
             "best_rival": best,
             "over_best_rival": ratio.median,

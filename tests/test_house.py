@@ -40,7 +40,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "search": (VALUES | {"arrays", "cost"}, {"numpy", "scipy"}),
     "explain": (VALUES | {"arrays", "cost", "search", "profiler"}, {"numpy"}),
     "refine": (VALUES | {"cost", "explain"}, set()),
-    "runtime": (SHARED, {"torch", "safetensors", "numpy", "peft"}),
+    "runtime": (SHARED, {"torch", "safetensors", "numpy", "peft", "isal"}),
     "cluster": (VALUES | {"arrays", "report"}, {"numpy", "networkx", "matplotlib", "plotly", "yaml"}),
     "report": (VALUES, {"networkx", "matplotlib", "plotly"}),
 }

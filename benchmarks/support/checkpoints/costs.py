@@ -1,4 +1,4 @@
-"""Seconds and bytes of saving and loading, beside torch's distributed checkpoint by hand."""
+"""Seconds and bytes of saving and loading, beside torch's and transformers' own ways by hand."""
 
 import gc
 import os
@@ -13,7 +13,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
 
 from benchmarks.support.live_bytes import LiveBytes
 from benchmarks.support.models import CASES, loss_of
@@ -22,6 +27,8 @@ from osdp.runtime import checkpoint
 from tests.habits.running.plans import plan_of
 
 ROUNDS = 6
+#: Seconds in which the system deals with gigabytes that were removed: a save follows steps, not that.
+SETTLING = 1.0
 
 
 def save_by_hand(folder: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -37,6 +44,21 @@ def load_by_hand(folder: str, model: nn.Module, optimizer: torch.optim.Optimizer
     state = {"model": of_model, "optimizer": of_optimizer}
     state_dict_loader.load(state, storage_reader=FileSystemReader(folder))
     set_state_dict(model, optimizer, model_state_dict=of_model, optim_state_dict=of_optimizer)
+
+
+def export_by_hand(folder: str, model: OSDP) -> None:
+    """Weights gathered to rank 0, which writes them as transformers does."""
+    whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    state = get_model_state_dict(model, options=whole)
+    if dist.get_rank() == 0:
+        model.module.save_pretrained(folder, state_dict=state)
+    _synced(folder)
+
+
+def export(folder: str, model: OSDP) -> None:
+    """Our own, which leaves it to the system as well when the disk has them."""
+    model.save_pretrained(folder)
+    _synced(folder)
 
 
 def measure_costs(rank: int, world_size: int, *, case: str, plan: str, folder: str) -> dict[str, Any]:
@@ -59,6 +81,8 @@ def measure_costs(rank: int, world_size: int, *, case: str, plan: str, folder: s
         "save by hand": lambda: save_by_hand(theirs, wrapped, optimizer),
         "load": lambda: checkpoint.load(ours, wrapped, optimizer),
         "load by hand": lambda: load_by_hand(theirs, wrapped, optimizer),
+        "export": lambda: export(ours, wrapped),
+        "export by hand": lambda: export_by_hand(theirs, wrapped),
     }
     for turn in range(ROUNDS + 1):
         # What comes second finds the disk busy with what came first: they take turns.
@@ -68,6 +92,10 @@ def measure_costs(rank: int, world_size: int, *, case: str, plan: str, folder: s
         _forget(ours, theirs)
         took |= {f"load{who}": _timed(runs[f"load{who}"]) for who in order}
         _removed(ours, theirs)
+        took |= {f"export{who}": _timed(runs[f"export{who}"]) for who in order}
+        _removed(ours, theirs)
+        time.sleep(SETTLING)
+        dist.barrier()
         start = time.perf_counter()
         saving = checkpoint.save_async(ours, wrapped, optimizer)
         took["stall"] = time.perf_counter() - start
@@ -95,6 +123,15 @@ def _removed(*folders: str) -> None:
     if dist.get_rank() == 0:
         for folder in folders:
             shutil.rmtree(folder)
+    dist.barrier()
+
+
+def _synced(folder: str) -> None:
+    """Wait until the disk has the files that rank 0 sees."""
+    if dist.get_rank() == 0:
+        for file in (entry for entry in os.scandir(folder) if entry.is_file()):
+            with open(file, "rb") as opened:
+                os.fsync(opened.fileno())
     dist.barrier()
 
 

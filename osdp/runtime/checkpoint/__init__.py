@@ -4,6 +4,8 @@ Start at :func:`save` and :func:`load`.
 
 - ``save_load``: saving and loading, optimizer states included
 - ``background``: saving while training goes on
+- ``replicas``: which rank copies what several hold
+- ``local_tensors``: what a rank holds of a state dict's tensors
 - ``steps``: folders with a checkpoint for each of the latest steps
 - ``kept``: what trains beside model and optimizer
 - ``folder``: a checkpoint's folder: one rename publishes it

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -13,9 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from osdp.comm.objects import has_process_group, is_first
 from osdp.plan.plan import Plan
-from osdp.runtime.ranks.shared_faults import raise_together
+from osdp.runtime.checkpoint.local_tensors import map_local
 from osdp.text import format_bytes
-from osdp.torch_private.dtensor import mesh_on_host, wrap_like
 
 logger = logging.getLogger(__name__)
 
@@ -71,68 +71,72 @@ def _group_beside(_world: Any) -> dist.ProcessGroup:
     return group
 
 
+class _HostMemory:
+    """Where the shards of a model are copied to: it is kept for the next copy, if that is of like shapes.
+
+    Fresh memory takes longer to get, page by page, than to fill.
+    """
+
+    def __init__(self) -> None:
+        self._tensors: list[torch.Tensor] = []
+
+    def copy(self, state: dict[str, Any]) -> dict[str, Any]:
+        """``state`` with copies of its tensors, of DTensors this rank's shards; of a copy before no more."""
+        tensors: list[torch.Tensor] = []
+
+        def note(found: torch.Tensor) -> torch.Tensor:
+            tensors.append(found)
+            return found
+
+        map_local(state, note)
+        if [(t.shape, t.dtype) for t in tensors] != [(t.shape, t.dtype) for t in self._tensors]:
+            self._tensors.clear()  # before there are others
+            self._tensors.extend(torch.empty_like(found, device="cpu") for found in tensors)
+        # In one call: between two, another thread that runs Python would make it wait.
+        torch._foreach_copy_(self._tensors, tensors)
+        kept = iter(self._tensors)
+        copied: dict[str, Any] = map_local(state, lambda _: next(kept))
+        return copied
+
+
+@cache
+def _host_memory() -> WeakKeyDictionary[nn.Module, _HostMemory]:
+    return WeakKeyDictionary()
+
+
 def start_copy(model: nn.Module, state: dict[str, Any]) -> Callable[[], dict[str, Any]]:
     """Start to copy the tensors of ``state`` to host memory, of DTensors this rank's shards.
 
     On CPUs a thread does it. What is on an accelerator is copied at once, in the order of the stream that is
-    current here, which is not that of another thread.
+    current here, which is not that of another thread. No copy of the same model may be in use.
 
     Returns:
         Waits for the copy, and returns ``state`` with it.
     """
+    memory = _host_memory().setdefault(model, _HostMemory())
     if any(parameter.device.type != "cpu" for parameter in model.parameters()):
-        made = _copied(state)
+        made = memory.copy(state)
         return lambda: made
     thread = ThreadPoolExecutor(1, thread_name_prefix="osdp-copy")
-    copying: Future[dict[str, Any]] = thread.submit(_copied, state)
+    copying: Future[dict[str, Any]] = thread.submit(memory.copy, state)
     thread.shutdown(wait=False)
     return copying.result
 
 
-def _copied(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _copied(inner) for name, inner in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(map(_copied, value))
-    if isinstance(value, DTensor):
-        local = _copied(value.to_local())
-        if value.device_mesh.device_type == "cpu":
-            return wrap_like(local, value)
-        return DTensor.from_local(
-            local,
-            mesh_on_host(value.device_mesh),
-            value.placements,
-            run_check=False,
-            shape=value.shape,
-            stride=value.stride(),
-        )
-    if isinstance(value, torch.Tensor):
-        found = value.detach()
-        return found.clone() if found.device.type == "cpu" else found.cpu()
-    return value
-
-
-def check_room_for_copy(model: nn.Module, state: dict[str, Any]) -> None:
-    """Tell how much a copy takes, and refuse one that exceeds the plan's limit on CPUs; every rank calls it.
-
-    Raises:
-        ValueError: The plan's peak and the copy exceed its limit.
-    """
+def room_fault(model: nn.Module, state: dict[str, Any]) -> ValueError | None:
+    """Tell how much a copy takes; returns what is wrong with one that exceeds the plan's limit on CPUs."""
     nbytes = _local_bytes(state)
     plan: Plan | None = getattr(model, "plan", None)
-    fault = None
     on_host = all(parameter.device.type == "cpu" for parameter in model.parameters())
     if plan is not None and on_host and plan.predicted.peak_bytes + nbytes > plan.memory_limit:
-        fault = ValueError(
+        return ValueError(
             f"a copy of this rank's shards takes {format_bytes(nbytes)} beside the plan's peak of "
             f"{format_bytes(plan.predicted.peak_bytes)}, and the limit is {format_bytes(plan.memory_limit)}: "
             "save() needs no copy"
         )
-    raise_together(fault, "nothing was saved")
     if is_first():
-        logger.info(
-            "until it is saved, a copy of this rank's shards takes %s of host memory", format_bytes(nbytes)
-        )
+        logger.info("a copy of this rank's shards takes %s of host memory", format_bytes(nbytes))
+    return None
 
 
 def _local_bytes(value: Any) -> int:

@@ -64,25 +64,23 @@ class NewCheckpoint:
         self.path = Path(path).absolute()
         self._first = is_first()
         self._old: set[str] = set()
-        token = broadcast_object(secrets.token_hex(6))
-        probe = self.path / f".saving-{token}"
+        token = secrets.token_hex(6)
         fault: Exception | None = None
         try:
             if self._first:
-                self._prepare(probe)
+                self._prepare(self.path / f".saving-{token}")
         except (OSError, ValueError) as error:
             fault = error
-        what = f"no checkpoint was saved at {path}"
-        raise_together(fault, what)
+        token, is_prepared = broadcast_object((token, fault is None))
         try:
-            if not probe.exists():
+            if is_prepared and not (self.path / f".saving-{token}").exists():
                 fault = RuntimeError(
                     f"{socket.gethostname()} does not see what rank 0 writes to {self.path}: name one "
                     "folder, on a file system that all ranks share"
                 )
         except OSError as error:
             fault = error
-        raise_together(fault, what)
+        raise_together(fault, f"no checkpoint was saved at {path}")
         self.writer = CheckpointWriter(self.path, token)
 
     def _prepare(self, probe: Path) -> None:

@@ -10,7 +10,6 @@ import hashlib
 import io
 import json
 import os
-import zlib
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -18,6 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from osdp.errors import AlteredCheckpointError
+
+try:
+    from isal.isal_zlib import crc32  # the same, six times as fast
+except ImportError:
+    from zlib import crc32
 
 #: Bytes that a checksum covers.
 CHUNK = 2**22
@@ -27,10 +31,6 @@ _SYNCED = 2**24
 
 #: Bytes that are copied and summed at a time, so that they are still cached the second time.
 _PIECE = 2**18
-
-#: Chunks that the disk reads ahead of the one that is being checked, and what it is asked for at a time: of
-#: larger requests the system reads the beginning alone.
-_AHEAD, _ASKED = 4, 2**18
 
 _SUFFIX = ".manifest"
 _VERSION = 1
@@ -64,7 +64,7 @@ class RunningSums:
             if self.nbytes % CHUNK == 0:
                 self.chunks.append(0)
             part = data[: CHUNK - self.nbytes % CHUNK]
-            self.chunks[-1] = zlib.crc32(part, self.chunks[-1])
+            self.chunks[-1] = crc32(part, self.chunks[-1])
             self.nbytes += len(part)
             data = data[len(part) :]
 
@@ -190,22 +190,12 @@ def _altered_chunks(file: Path, sums: FileSums, chunks: range) -> Iterator[str]:
         return
     buffer = memoryview(bytearray(min(_PIECE, sums.nbytes)))
     with open(file, "rb", buffering=0) as opened:
-        _read_ahead(opened.fileno(), chunks[:_AHEAD])
         opened.seek(chunks.start * CHUNK)
-        for number, at in enumerate(chunks):
-            _read_ahead(opened.fileno(), chunks[number + _AHEAD : number + _AHEAD + 1])
+        for at in chunks:
             position, end = at * CHUNK, min((at + 1) * CHUNK, sums.nbytes)
             found = 0
             while position < end and (length := opened.readinto(buffer[: end - position])):
-                found = zlib.crc32(buffer[:length], found)
+                found = crc32(buffer[:length], found)
                 position += length
             if position < end or found != sums.chunks[at]:
                 yield f"bytes {at * CHUNK} to {end} of {file.name} are not what was saved"
-
-
-def _read_ahead(descriptor: int, chunks: range) -> None:
-    """Ask the disk for ``chunks``, and do not wait for them."""
-    if not hasattr(os, "posix_fadvise"):
-        return
-    for start in range(chunks.start * CHUNK, chunks.stop * CHUNK, _ASKED):
-        os.posix_fadvise(descriptor, start, _ASKED, os.POSIX_FADV_WILLNEED)

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.state_dict import (
 from osdp.runtime.checkpoint.background import (
     AsyncSave,
     background_group,
-    check_room_for_copy,
+    room_fault,
     start_copy,
     wait_for_saves,
 )
@@ -35,6 +35,7 @@ from osdp.runtime.checkpoint.blocked_states import in_blocks_of, in_one_block
 from osdp.runtime.checkpoint.contents import Verification, read_verified
 from osdp.runtime.checkpoint.folder import NewCheckpoint, describe_failures
 from osdp.runtime.checkpoint.kept import Kept, KeptState
+from osdp.runtime.checkpoint.local_tensors import in_exact_storage, map_local
 from osdp.runtime.checkpoint.match import require_same
 from osdp.runtime.checkpoint.optimizer_options import (
     are_in_groups,
@@ -44,10 +45,12 @@ from osdp.runtime.checkpoint.optimizer_options import (
     read_options,
     without_options,
 )
+from osdp.runtime.checkpoint.replicas import digest, written_here
 from osdp.runtime.checkpoint.restricted import RestrictedPlanner, RestrictedReader
-from osdp.runtime.checkpoint.steps import latest_step, remove_older_steps, step_folder
+from osdp.runtime.checkpoint.steps import latest_step, remove_older_steps, step_folder, url_fault
 from osdp.runtime.checkpoint.whole_states import MissingAndUnexpected, send_whole
 from osdp.runtime.module.replaced import Replaced
+from osdp.runtime.ranks.shared_faults import gather_unless, raise_together
 from osdp.runtime.stages import StageLinks
 from osdp.torch_private.saving import in_one_process
 
@@ -171,11 +174,12 @@ def save(
             ``keep_last`` has no ``step``, or ``path`` has a later one.
     """
     wait_for_saves()
+    raise_together(url_fault(path))
     folder = step_folder(path, step, keep_last)
     kept = KeptState.of(scheduler, step, rng, data, extra).packed()
     new = NewCheckpoint(folder)
     with _fresh_again(optimizer):
-        _write(new, _stored(model, optimizer), kept)
+        _write(new, map_local(_stored(model, optimizer), in_exact_storage), kept)
     remove_older_steps(path, keep_last)
 
 
@@ -187,8 +191,9 @@ def save_async(
 ) -> AsyncSave:
     """As :func:`save`, while training goes on: only a copy of this rank's shards is waited for.
 
-    Every rank calls it. The copy lies in host memory until it is written; on CPUs it counts against the
-    limit of the plan. The next save, and the next load, first wait for the one before.
+    Every rank calls it. The copy lies in host memory, which is kept for the next one as long as the model
+    lives; on CPUs it counts against the limit of the plan. The next save, and the next load, first wait for
+    the one before.
 
     Args:
         path: As for :func:`save`.
@@ -205,21 +210,29 @@ def save_async(
     # Two would hold two copies, and each would take what the other writes for what a killed save has left.
     wait_for_saves()
     step, keep_last = options.get("step"), options.get("keep_last")
-    folder = step_folder(path, step, keep_last)
     steps = Path(path).absolute()
     with _fresh_again(optimizer):
         state = _stored(model, optimizer)
-        check_room_for_copy(model, state)
-        copy = start_copy(model, state)  # while ranks agree
-        kept = KeptState.of(
-            options.get("scheduler"),
-            step,
-            options.get("rng", False),
-            options.get("data"),
-            options.get("extra"),
-        ).packed()
-        new = NewCheckpoint(folder)
-        copied = copy()
+        mine = written_here(state)
+        fault = url_fault(path) or room_fault(model, mine)
+        digests = gather_unless(fault, digest(state), "nothing was saved")
+        if len(set(digests)) > 1:
+            # Stages have other parameters, and some optimizers other states, on other ranks.
+            raise_together(room_fault(model, state), "nothing was saved")
+            mine = state
+        folder = step_folder(path, step, keep_last)
+        copy = start_copy(model, mine)
+        try:
+            kept = KeptState.of(
+                options.get("scheduler"),
+                step,
+                options.get("rng", False),
+                options.get("data"),
+                options.get("extra"),
+            ).packed()
+            new = NewCheckpoint(folder)
+        finally:
+            copied = copy()  # made while ranks agreed
     group = background_group()
 
     def write() -> None:

@@ -20,11 +20,10 @@ def step_folder(path: str | Path, step: int | None, keep_last: int | None) -> Pa
     """Where the checkpoint of ``step`` belongs: ``path`` itself unless several are kept.
 
     Raises:
-        ValueError: ``path`` is no folder in a file system; or several are to be kept, and there is no step,
-            or fewer than one are, or ``path`` has a later one, or is a checkpoint itself.
+        ValueError: Several are to be kept, and there is no step, or fewer than one are, or ``path`` has a
+            later one, or is a checkpoint itself.
         OSError: ``path`` cannot be looked into; raised on all ranks.
     """
-    _require_folder(path)
     if keep_last is None:
         return Path(path)
     if keep_last < 1 or step is None or step < 0:
@@ -61,7 +60,7 @@ def latest_step(path: str | Path) -> Path:
         ValueError: ``path`` is no folder in a file system.
         OSError: ``path`` cannot be looked into; raised on all ranks.
     """
-    _require_folder(path)
+    raise_together(url_fault(path))
     folder = Path(path)
     steps = on_first_rank(lambda: [] if is_checkpoint(folder) else _complete_steps(folder))
     return folder / steps[-1].name if steps else folder
@@ -92,13 +91,14 @@ def is_checkpoint(folder: Path) -> bool:
     return (folder / METADATA).exists()
 
 
-def _require_folder(path: str | Path) -> None:
-    is_url = "://" in str(path)
-    fault = ValueError(
+def url_fault(path: str | Path) -> ValueError | None:
+    """What is wrong with ``path`` if it is no folder in a file system."""
+    if "://" not in str(path):
+        return None
+    return ValueError(
         f"{path} is not a folder: for other storages call torch.distributed.checkpoint.save and load "
         "with osdp.runtime.checkpoint.train_state(model, optimizer)"
     )
-    raise_together(fault if is_url else None)
 
 
 def _steps(path: Path) -> list[Path]:

@@ -1,7 +1,11 @@
 """Errors of some ranks raised on all of them, with the numbers of the ranks."""
 
+from typing import TypeVar, cast
+
 from osdp.comm.objects import gather_objects
 from osdp.errors import AlteredCheckpointError
+
+T = TypeVar("T")
 
 #: Exception types that are kept; every other one becomes a RuntimeError.
 _KINDS = (FileNotFoundError, AlteredCheckpointError, ValueError, TypeError)
@@ -18,10 +22,17 @@ def raise_together(fault: Exception | None, what: str = "") -> None:
         FileNotFoundError: All errors are of this type; likewise the others that are kept.
         RuntimeError: There are errors of other types, or of several.
     """
-    everyone = gather_objects(None if fault is None else (_kind_of(fault), _sentence(fault)))
-    faults = {rank: met for rank, met in enumerate(everyone) if met is not None}
+    gather_unless(fault, None, what)
+
+
+def gather_unless(fault: Exception | None, mine: T, what: str = "") -> list[T]:
+    """The objects of all ranks, unless some have an error: as :func:`raise_together`, in one exchange."""
+    # What is wrong with an object may be that it cannot be sent.
+    sent = (mine, None) if fault is None else (None, (_kind_of(fault), _sentence(fault)))
+    everyone = gather_objects(sent)
+    faults = {rank: met for rank, (_, met) in enumerate(everyone) if met is not None}
     if not faults:
-        return
+        return [cast(T, theirs) for theirs, _ in everyone]
     kinds = {kind for kind, _ in faults.values()}
     kind = kinds.pop() if len(kinds) == 1 else RuntimeError
     sentences = by_ranks({rank: sentence for rank, (_, sentence) in faults.items()}, len(everyone))

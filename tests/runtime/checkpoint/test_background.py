@@ -1,12 +1,16 @@
 """What a save in the background copies before training goes on."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
+from osdp.comm.objects import gather_objects
 from osdp.runtime import checkpoint
 from osdp.runtime.checkpoint.background import start_copy
+from osdp.runtime.checkpoint.local_tensors import in_exact_storage
+from osdp.runtime.checkpoint.replicas import digest, written_here
 from tests.helpers.distributed import run
 from tests.runtime.checkpoint.test_folder import trained
 
@@ -36,3 +40,65 @@ def copied_shards() -> None:
 def test_copies_of_shards_are_laid_out_alike_and_keep_their_values() -> None:
     # Sharded and replicated parameters, odd sizes, and the states of the optimizer.
     run(2, copied_shards)
+
+
+def tensors_of(state: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    for part, mine in state.items():
+        for name, value in mine.items():
+            if isinstance(value, torch.Tensor):
+                yield f"{part}.{name}", value
+
+
+def copied_again() -> None:
+    model, optimizer = trained(1)
+    state = checkpoint.train_state(model, optimizer)
+    first = {name: address(value) for name, value in tensors_of(start_copy(model, state)())}
+    for value in shards_of(state).values():
+        with torch.no_grad():
+            value.to_local().add_(1)
+    again = dict(tensors_of(start_copy(model, state)()))
+    assert {name: address(value) for name, value in again.items()} == first
+    for name, value in shards_of(state).items():
+        copied = again[name]
+        assert isinstance(copied, DTensor) and torch.equal(copied.to_local(), value.to_local())
+    weights = start_copy(model, {"model": state["model"]})()
+    assert all(torch.equal(value, dict(tensors_of(state))[name]) for name, value in tensors_of(weights))
+
+
+def address(value: torch.Tensor) -> int:
+    return (value.to_local() if isinstance(value, DTensor) else value).data_ptr()
+
+
+def test_the_memory_of_a_copy_is_kept_for_the_next() -> None:
+    # Fresh pages took three quarters of the stall of a save.
+    run(2, copied_again)
+
+
+def divided() -> None:
+    model, optimizer = trained(1)
+    state = checkpoint.train_state(model, optimizer)
+    assert len(set(gather_objects(digest(state)))) == 1
+    mine = dict(tensors_of(written_here(state)))
+    shards = {name for name, value in shards_of(state).items() if any(p.is_shard() for p in value.placements)}
+    everyone = gather_objects(sorted(mine))
+    whole = [name for name, _ in tensors_of(state) if name not in shards]
+    assert whole and shards and shards <= mine.keys()
+    assert all(sum(name in theirs for theirs in everyone) == 1 for name in whole)
+    here = gather_objects(sum(value.nbytes for name, value in mine.items() if name in whole))
+    largest = max(value.nbytes for name, value in tensors_of(state) if name in whole)
+    assert max(here) - min(here) <= largest
+
+
+def test_what_all_ranks_hold_is_copied_by_one() -> None:
+    # A replicated model was copied as a whole on each rank, and written by one.
+    run(2, divided)
+
+
+def test_what_is_a_part_of_a_larger_storage_needs_no_copy_to_be_written() -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.bool):
+        padded = torch.zeros(5, 3, dtype=dtype)
+        found = in_exact_storage(padded[1:4])
+        assert found.untyped_storage().nbytes() == found.nbytes == padded[1:4].nbytes
+        assert (found.shape, found.dtype, found.data_ptr()) == ((3, 3), dtype, padded[1:4].data_ptr())
+    for odd in (torch.zeros(4, 4)[:, 1], torch.zeros(3)[3:], torch.zeros(2)):
+        assert in_exact_storage(odd) is odd
