@@ -289,8 +289,13 @@ def _turns(
 
 def _is_same(plan: Plan, other: Plan) -> bool:
     """Whether two plans, of two limits, are one program: its seconds are those of both."""
-    one, two = ((each.training, [stage.sharding for stage in each.stages]) for each in (plan, other))
-    return one == two
+
+    def run(plan: Plan) -> tuple[object, ...]:
+        decisions = [replace(decision, reason="") for decision in plan.decisions]
+        sharding = plan.sharding
+        return plan.training, decisions, plan.units, sharding.reduce_each_microbatch, sharding.recomputed
+
+    return run(plan) == run(other)
 
 
 def is_narrow(ratio: Ratio) -> bool:
@@ -300,13 +305,12 @@ def is_narrow(ratio: Ratio) -> bool:
 
 def _ratios(rows: Mapping[str, dict[str, Any]], seconds: Mapping[str, list[float]]) -> dict[str, Ratio]:
     """The best rival over OSDP in each row that has both."""
-    return {
-        name: over_best_rival({rival: seconds[rival] for rival in row["finalists"]}, seconds[row["program"]])[
-            1
-        ]
-        for name, row in rows.items()
-        if "program" in row and row["finalists"]
-    }
+
+    def ratio(row: Mapping[str, Any]) -> Ratio:
+        finalists = {rival: seconds[rival] for rival in row["finalists"]}
+        return over_best_rival(finalists, seconds[row["program"]])[1]
+
+    return {name: ratio(row) for name, row in rows.items() if "program" in row and row["finalists"]}
 
 
 def over_best_rival(rivals: Mapping[str, list[float]], ours: list[float]) -> tuple[str, Ratio]:
@@ -408,7 +412,7 @@ def _row(name: str, measured: Mapping[str, Any], expected: float) -> Row:
     if row["over_limit"]:
         faults.append(f"takes {format_bytes(row['peak'])}, the limit is {format_bytes(row['limit'])}")
     if row["loss_wrong"]:
-        faults.append(f"loss {measured['losses'][name]:.6f} is {expected:.6f} in a single process")
+        faults.append(f"loss {measured['losses'][row['program']]:.6f} is {expected:.6f} in a single process")
     return row | ({"error": "; ".join(faults)} if faults else {})
 
 

@@ -4,17 +4,17 @@ import logging
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
+from threading import Lock
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from osdp.comm.objects import has_process_group, is_first
 from osdp.plan.plan import Plan
-from osdp.runtime.checkpoint.local_tensors import map_local
+from osdp.runtime.checkpoint.local_tensors import local_tensors, map_local
 from osdp.text import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -79,23 +79,22 @@ class _HostMemory:
 
     def __init__(self) -> None:
         self._tensors: list[torch.Tensor] = []
+        # A copy that was interrupted, as by Ctrl-C, goes on in its thread.
+        self._lock = Lock()
 
     def copy(self, state: dict[str, Any]) -> dict[str, Any]:
-        """``state`` with copies of its tensors, of DTensors this rank's shards; of a copy before no more."""
-        tensors: list[torch.Tensor] = []
-
-        def note(found: torch.Tensor) -> torch.Tensor:
-            tensors.append(found)
-            return found
-
-        map_local(state, note)
-        if [(t.shape, t.dtype) for t in tensors] != [(t.shape, t.dtype) for t in self._tensors]:
-            self._tensors.clear()  # before there are others
-            self._tensors.extend(torch.empty_like(found, device="cpu") for found in tensors)
-        # In one call: between two, another thread that runs Python would make it wait.
-        torch._foreach_copy_(self._tensors, tensors)
-        kept = iter(self._tensors)
-        copied: dict[str, Any] = map_local(state, lambda _: next(kept))
+        """``state`` with copies of its tensors, of DTensors this rank's shards, over those made before."""
+        tensors = list(local_tensors(state))
+        with self._lock:
+            if [(t.shape, t.dtype) for t in tensors] != [(t.shape, t.dtype) for t in self._tensors]:
+                self._tensors.clear()  # before there are others
+                with torch.inference_mode(False):
+                    self._tensors.extend(torch.empty_like(found, device="cpu") for found in tensors)
+            if tensors:
+                # In one call: between two, another thread that runs Python would make it wait.
+                torch._foreach_copy_(self._tensors, tensors)
+        copies = iter(self._tensors)
+        copied: dict[str, Any] = map_local(state, lambda _: next(copies))
         return copied
 
 
@@ -104,44 +103,51 @@ def _host_memory() -> WeakKeyDictionary[nn.Module, _HostMemory]:
     return WeakKeyDictionary()
 
 
-def start_copy(model: nn.Module, state: dict[str, Any]) -> Callable[[], dict[str, Any]]:
+def forget_copy(model: nn.Module) -> None:
+    """Give back the host memory of the last copy of ``model``, which is of a plan that it no longer has."""
+    _host_memory().pop(model, None)
+
+
+def start_copy(model: nn.Module, state: dict[str, Any]) -> Future[dict[str, Any]]:
     """Start to copy the tensors of ``state`` to host memory, of DTensors this rank's shards.
 
     On CPUs a thread does it. What is on an accelerator is copied at once, in the order of the stream that is
     current here, which is not that of another thread. No copy of the same model may be in use.
 
     Returns:
-        Waits for the copy, and returns ``state`` with it.
+        Of ``state`` with the copies, or of what went wrong.
     """
     memory = _host_memory().setdefault(model, _HostMemory())
     if any(parameter.device.type != "cpu" for parameter in model.parameters()):
-        made = memory.copy(state)
-        return lambda: made
+        made: Future[dict[str, Any]] = Future()
+        try:
+            made.set_result(memory.copy(state))
+        except Exception as error:  # the other ranks wait
+            made.set_exception(error)
+        return made
     thread = ThreadPoolExecutor(1, thread_name_prefix="osdp-copy")
-    copying: Future[dict[str, Any]] = thread.submit(memory.copy, state)
+    copying = thread.submit(memory.copy, state)
     thread.shutdown(wait=False)
-    return copying.result
+    return copying
 
 
 def room_fault(model: nn.Module, state: dict[str, Any]) -> ValueError | None:
-    """Tell how much a copy takes; returns what is wrong with one that exceeds the plan's limit on CPUs."""
-    nbytes = _local_bytes(state)
+    """What is wrong with a copy of ``state`` if, on CPUs, it exceeds the plan's limit."""
+    nbytes = sum(found.nbytes for found in local_tensors(state))
     plan: Plan | None = getattr(model, "plan", None)
     on_host = all(parameter.device.type == "cpu" for parameter in model.parameters())
-    if plan is not None and on_host and plan.predicted.peak_bytes + nbytes > plan.memory_limit:
-        return ValueError(
-            f"a copy of this rank's shards takes {format_bytes(nbytes)} beside the plan's peak of "
-            f"{format_bytes(plan.predicted.peak_bytes)}, and the limit is {format_bytes(plan.memory_limit)}: "
-            "save() needs no copy"
-        )
+    if plan is None or not on_host or plan.predicted.peak_bytes + nbytes <= plan.memory_limit:
+        return None
+    forget_copy(model)
+    return ValueError(
+        f"a copy of this rank's shards takes {format_bytes(nbytes)} beside the plan's peak of "
+        f"{format_bytes(plan.predicted.peak_bytes)}, and the limit is {format_bytes(plan.memory_limit)}: "
+        "save() needs no copy"
+    )
+
+
+def announce_copy(state: dict[str, Any]) -> None:
+    """Tell how much host memory a copy of ``state`` takes."""
     if is_first():
+        nbytes = sum(found.nbytes for found in local_tensors(state))
         logger.info("a copy of this rank's shards takes %s of host memory", format_bytes(nbytes))
-    return None
-
-
-def _local_bytes(value: Any) -> int:
-    if isinstance(value, dict):
-        return sum(map(_local_bytes, value.values()))
-    if isinstance(value, DTensor):
-        return int(value.to_local().nbytes)
-    return int(value.nbytes) if isinstance(value, torch.Tensor) else 0

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from osdp.comm.objects import has_process_group, is_first
 from osdp.runtime.checkpoint.contents import CheckpointContents
-from osdp.runtime.ranks.shared_faults import gather_unless, raise_together
+from osdp.runtime.ranks.shared_faults import gather_or_raise, raise_together
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ class KeptState:
                 fault = ValueError("; ".join(faults))
         except Exception as error:  # of the user's own; the other ranks wait
             fault = error
-        return cls({**shared, "ranks": gather_unless(fault, mine, "nothing was saved")})
+        return cls({**shared, "ranks": gather_or_raise(fault, mine, "nothing was saved")})
 
     def packed(self) -> bytes:
         """As it is written to a file, by rank 0: what changes afterwards is not in it; of others nothing."""

@@ -1,12 +1,23 @@
 """What this rank holds of the tensors of a state dict."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from osdp.torch_private.dtensor import mesh_on_host, wrap_like
+
+
+def local_tensors(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in ``value``, of DTensors this rank's shards, in the order of :func:`map_local`."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        for inner in value:
+            yield from local_tensors(inner)
+    elif isinstance(value, torch.Tensor):
+        yield (value.to_local() if isinstance(value, DTensor) else value).detach()
 
 
 def map_local(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
@@ -42,8 +53,11 @@ def in_exact_storage(found: torch.Tensor) -> torch.Tensor:
     ``torch.distributed.checkpoint`` copies what is a part of a larger storage, such as a shard with padding,
     before it writes it.
     """
+    is_lazy = found.is_conj() or found.is_neg() or found.is_quantized
+    if type(found) is not torch.Tensor or found.device.type != "cpu" or is_lazy:
+        return found
     is_part = found.untyped_storage().nbytes() != found.nbytes
-    if not is_part or found.device.type != "cpu" or not found.is_contiguous() or not found.numel():
+    if not is_part or not found.is_contiguous() or not found.numel():
         return found
     alone = torch.from_numpy(found.view(-1).view(torch.uint8).numpy())
     return alone.view(found.dtype).view(found.shape)

@@ -5,11 +5,12 @@ save would hold a replicated model once on each rank.
 """
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from osdp.comm.objects import has_process_group
@@ -17,22 +18,21 @@ from osdp.torch_private.dtensor import sharded_dim
 
 
 def digest(state: dict[str, Any]) -> str:
-    """A hash of the names and whole shapes of the tensors in ``state``, which holders must have alike."""
+    """A hash of all that :func:`owned_part` depends on: where ranks have the same one, they decide alike."""
     found = hashlib.sha256()
-
-    def note(name: str, value: torch.Tensor) -> bool:
-        found.update(f"{name} {tuple(value.shape)}\n".encode())
-        return True
-
-    _kept(state, note)
+    for name, value in _named_tensors(state):
+        layout = (value.device_mesh.mesh.shape, value.placements) if isinstance(value, DTensor) else ()
+        found.update(f"{name} {type(value)} {tuple(value.shape)} {value.dtype} {layout}\n".encode())
     return found.hexdigest()
 
 
-def written_here(state: dict[str, Any]) -> dict[str, Any]:
-    """``state`` without the tensors, or shards, that another rank writes; all ranks have the same names."""
+def owned_part(state: dict[str, Any]) -> dict[str, Any]:
+    """``state`` without the tensors, or shards, that another rank writes, if all have the same digest."""
     loads: dict[int, list[int]] = {}
 
-    def is_mine(_: str, value: torch.Tensor) -> bool:
+    def is_mine(value: torch.Tensor) -> bool:
+        if not isinstance(value, DTensor) and type(value) not in (torch.Tensor, nn.Parameter):
+            return True  # of a kind that may be sharded, such as torch's ShardedTensor
         index, holders = _place(value)
         load = loads.setdefault(holders, [0] * holders)
         owner = load.index(min(load))
@@ -40,30 +40,36 @@ def written_here(state: dict[str, Any]) -> dict[str, Any]:
         load[owner] += value.numel() * value.element_size()
         return owner == index
 
-    return _kept(state, is_mine) if has_process_group() else state
+    return _filtered(state, is_mine) if has_process_group() else state
 
 
-def _place(value: torch.Tensor) -> tuple[int, int]:
-    """Which of the holders of the same values this rank is, and their number."""
+def _place(value: torch.Tensor) -> tuple[int | None, int]:
+    """Which of the holders of the same values this rank is, if it is one, and their number."""
     if not isinstance(value, DTensor):
         return dist.get_rank(), dist.get_world_size()
     place = value.device_mesh.get_coordinate()
-    assert place is not None  # a rank has DTensors of its own meshes alone
     index, holders = 0, 1
-    for at, placement, size in zip(place, value.placements, value.device_mesh.shape, strict=True):
+    for axis, (placement, size) in enumerate(zip(value.placements, value.device_mesh.shape, strict=True)):
         if sharded_dim(placement) is None:
-            index, holders = index * size + at, holders * size
-    return index, holders
+            index = index * size + (0 if place is None else place[axis])
+            holders *= size
+    return None if place is None else index, holders
 
 
-def _kept(
-    state: dict[str, Any], keeps: Callable[[str, torch.Tensor], bool], prefix: str = ""
-) -> dict[str, Any]:
-    """``state`` with those tensors alone that ``keeps`` says, by name, and all that is no tensor."""
+def _named_tensors(state: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    for name, value in state.items():
+        if isinstance(value, dict):
+            yield from _named_tensors(value, f"{prefix}{name}.")
+        elif isinstance(value, torch.Tensor):
+            yield f"{prefix}{name}", value
+
+
+def _filtered(state: dict[str, Any], keeps: Callable[[torch.Tensor], bool]) -> dict[str, Any]:
+    """``state`` with those of its tensors alone that ``keeps`` says, and all that is no tensor."""
     found: dict[str, Any] = {}
     for name, value in state.items():
         if isinstance(value, dict):
-            found[name] = _kept(value, keeps, f"{prefix}{name}.")
-        elif not isinstance(value, torch.Tensor) or keeps(f"{prefix}{name}", value):
+            found[name] = _filtered(value, keeps)
+        elif not isinstance(value, torch.Tensor) or keeps(value):
             found[name] = value
     return found

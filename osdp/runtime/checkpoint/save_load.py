@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from osdp.runtime.checkpoint.background import (
     AsyncSave,
+    announce_copy,
     background_group,
     room_fault,
     start_copy,
@@ -45,12 +46,12 @@ from osdp.runtime.checkpoint.optimizer_options import (
     read_options,
     without_options,
 )
-from osdp.runtime.checkpoint.replicas import digest, written_here
+from osdp.runtime.checkpoint.replicas import digest, owned_part
 from osdp.runtime.checkpoint.restricted import RestrictedPlanner, RestrictedReader
 from osdp.runtime.checkpoint.steps import latest_step, remove_older_steps, step_folder, url_fault
 from osdp.runtime.checkpoint.whole_states import MissingAndUnexpected, send_whole
 from osdp.runtime.module.replaced import Replaced
-from osdp.runtime.ranks.shared_faults import gather_unless, raise_together
+from osdp.runtime.ranks.shared_faults import gather_or_raise, raise_together
 from osdp.runtime.stages import StageLinks
 from osdp.torch_private.saving import in_one_process
 
@@ -210,18 +211,19 @@ def save_async(
     # Two would hold two copies, and each would take what the other writes for what a killed save has left.
     wait_for_saves()
     step, keep_last = options.get("step"), options.get("keep_last")
+    raise_together(url_fault(path))
+    folder = step_folder(path, step, keep_last)
     steps = Path(path).absolute()
     with _fresh_again(optimizer):
         state = _stored(model, optimizer)
-        mine = written_here(state)
-        fault = url_fault(path) or room_fault(model, mine)
-        digests = gather_unless(fault, digest(state), "nothing was saved")
+        mine = owned_part(state)
+        digests = gather_or_raise(room_fault(model, mine), digest(state), "nothing was saved")
         if len(set(digests)) > 1:
             # Stages have other parameters, and some optimizers other states, on other ranks.
-            raise_together(room_fault(model, state), "nothing was saved")
             mine = state
-        folder = step_folder(path, step, keep_last)
-        copy = start_copy(model, mine)
+            raise_together(room_fault(model, mine), "nothing was saved")
+        announce_copy(mine)
+        copying = start_copy(model, mine)
         try:
             kept = KeptState.of(
                 options.get("scheduler"),
@@ -232,14 +234,16 @@ def save_async(
             ).packed()
             new = NewCheckpoint(folder)
         finally:
-            copied = copy()  # made while ranks agreed
+            fault = copying.exception()  # it was made while ranks agreed
     group = background_group()
 
     def write() -> None:
         try:
-            _write(new, copied, kept, group)
-        finally:
-            copied.clear()
+            raise_together(fault, f"no checkpoint was saved at {folder}", group)
+        except Exception:
+            new.discard()
+            raise
+        _write(new, copying.result(), kept, group)
         remove_older_steps(steps, keep_last)
 
     return AsyncSave(write)

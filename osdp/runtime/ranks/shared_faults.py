@@ -2,6 +2,8 @@
 
 from typing import TypeVar, cast
 
+import torch.distributed as dist
+
 from osdp.comm.objects import gather_objects
 from osdp.errors import AlteredCheckpointError
 
@@ -11,25 +13,43 @@ T = TypeVar("T")
 _KINDS = (FileNotFoundError, AlteredCheckpointError, ValueError, TypeError)
 
 
-def raise_together(fault: Exception | None, what: str = "") -> None:
+def raise_together(
+    fault: BaseException | None, what: str = "", group: dist.ProcessGroup | None = None
+) -> None:
     """Raise the errors of all ranks on every rank; a collective call, with ``None`` where all went well.
 
     Args:
         fault: The error of this rank, if any.
         what: Prefix of the message: the operation and its outcome.
+        group: The ranks; all of them if it is ``None``.
 
     Raises:
         FileNotFoundError: All errors are of this type; likewise the others that are kept.
         RuntimeError: There are errors of other types, or of several.
     """
-    gather_unless(fault, None, what)
+    gather_or_raise(fault, None, what, group)
 
 
-def gather_unless(fault: Exception | None, mine: T, what: str = "") -> list[T]:
-    """The objects of all ranks, unless some have an error: as :func:`raise_together`, in one exchange."""
+def gather_or_raise(
+    fault: BaseException | None, mine: T, what: str = "", group: dist.ProcessGroup | None = None
+) -> list[T]:
+    """The objects of all ranks, or the errors of some raised on every rank, in one exchange.
+
+    Args:
+        fault: As for :func:`raise_together`, as are the others.
+        mine: The object of this rank; not sent where there is a fault.
+        what: Prefix of the message.
+        group: The ranks.
+
+    Returns:
+        The objects, in the order of the ranks.
+
+    Raises:
+        RuntimeError: And others, as for :func:`raise_together`.
+    """
     # What is wrong with an object may be that it cannot be sent.
     sent = (mine, None) if fault is None else (None, (_kind_of(fault), _sentence(fault)))
-    everyone = gather_objects(sent)
+    everyone = gather_objects(sent, group)
     faults = {rank: met for rank, (_, met) in enumerate(everyone) if met is not None}
     if not faults:
         return [cast(T, theirs) for theirs, _ in everyone]
@@ -56,9 +76,9 @@ def _named(ranks: list[int]) -> str:
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {few}{more}"
 
 
-def _kind_of(fault: Exception) -> type[Exception]:
+def _kind_of(fault: BaseException) -> type[Exception]:
     return next((kind for kind in _KINDS if isinstance(fault, kind)), RuntimeError)
 
 
-def _sentence(fault: Exception) -> str:
+def _sentence(fault: BaseException) -> str:
     return str(fault) if isinstance(fault, (*_KINDS, RuntimeError)) else f"{type(fault).__name__}: {fault}"

@@ -1,16 +1,20 @@
 """What a save in the background copies before training goes on."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
-from torch.distributed.tensor import DTensor
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from osdp.comm.objects import gather_objects
 from osdp.runtime import checkpoint
 from osdp.runtime.checkpoint.background import start_copy
 from osdp.runtime.checkpoint.local_tensors import in_exact_storage
-from osdp.runtime.checkpoint.replicas import digest, written_here
+from osdp.runtime.checkpoint.replicas import digest, owned_part
 from tests.helpers.distributed import run
 from tests.runtime.checkpoint.test_folder import trained
 
@@ -23,7 +27,7 @@ def shards_of(state: dict[str, Any]) -> dict[str, DTensor]:
 def copied_shards() -> None:
     model, optimizer = trained(1)
     state = checkpoint.train_state(model, optimizer)
-    held, copies = shards_of(state), shards_of(start_copy(model, state)())
+    held, copies = shards_of(state), shards_of(start_copy(model, state).result())
     assert held and held.keys() == copies.keys()
     before = {name: value.to_local().clone() for name, value in held.items()}
     for value in held.values():  # of tied parameters more than once
@@ -52,16 +56,16 @@ def tensors_of(state: Any) -> Iterator[tuple[str, torch.Tensor]]:
 def copied_again() -> None:
     model, optimizer = trained(1)
     state = checkpoint.train_state(model, optimizer)
-    first = {name: address(value) for name, value in tensors_of(start_copy(model, state)())}
+    first = {name: address(value) for name, value in tensors_of(start_copy(model, state).result())}
     for value in shards_of(state).values():
         with torch.no_grad():
             value.to_local().add_(1)
-    again = dict(tensors_of(start_copy(model, state)()))
+    again = dict(tensors_of(start_copy(model, state).result()))
     assert {name: address(value) for name, value in again.items()} == first
     for name, value in shards_of(state).items():
         copied = again[name]
         assert isinstance(copied, DTensor) and torch.equal(copied.to_local(), value.to_local())
-    weights = start_copy(model, {"model": state["model"]})()
+    weights = start_copy(model, {"model": state["model"]}).result()
     assert all(torch.equal(value, dict(tensors_of(state))[name]) for name, value in tensors_of(weights))
 
 
@@ -78,7 +82,7 @@ def divided() -> None:
     model, optimizer = trained(1)
     state = checkpoint.train_state(model, optimizer)
     assert len(set(gather_objects(digest(state)))) == 1
-    mine = dict(tensors_of(written_here(state)))
+    mine = dict(tensors_of(owned_part(state)))
     shards = {name for name, value in shards_of(state).items() if any(p.is_shard() for p in value.placements)}
     everyone = gather_objects(sorted(mine))
     whole = [name for name, _ in tensors_of(state) if name not in shards]
@@ -102,3 +106,53 @@ def test_what_is_a_part_of_a_larger_storage_needs_no_copy_to_be_written() -> Non
         assert (found.shape, found.dtype, found.data_ptr()) == ((3, 3), dtype, padded[1:4].data_ptr())
     for odd in (torch.zeros(4, 4)[:, 1], torch.zeros(3)[3:], torch.zeros(2)):
         assert in_exact_storage(odd) is odd
+
+
+def fewer_tensors_than_ranks(path: str) -> None:
+    model = torch.nn.Linear(3, 2, bias=False)
+    with torch.no_grad():
+        model.weight.fill_(1)
+    checkpoint.save_async(path, model).wait()
+    checkpoint.load(path, other := torch.nn.Linear(3, 2, bias=False))
+    assert torch.equal(other.weight, model.weight)
+    # A mesh without rank 1: it takes no part in what is distributed over it.
+    mesh = DeviceMesh("cpu", [0])
+    whole = torch.arange(6.0)
+    sharded = distribute_tensor(whole, mesh) if dist.get_rank() == 0 else None
+    names = gather_objects(sorted(owned_part({"model": {} if sharded is None else {"w": sharded}})["model"]))
+    assert names == [["w"], []]
+
+
+def test_ranks_without_a_tensor_to_copy_take_part(tmp_path: Path) -> None:
+    # A copy of no tensors failed on the second rank, and the first waited for it.
+    run(2, fewer_tensors_than_ranks, str(tmp_path / "few"))
+
+
+def failed_copy(path: str) -> None:
+    model, optimizer = trained(1)
+    with pytest.MonkeyPatch.context() as patched:
+        if dist.get_rank() == 1:
+            patched.setattr(torch, "empty_like", out_of_memory)
+        saving = checkpoint.save_async(path, model, optimizer)
+    with pytest.raises(RuntimeError, match=r"no checkpoint was saved at .*rank 1: .*out of memory"):
+        saving.wait()
+    assert not list(Path(path).iterdir())
+    checkpoint.save_async(path, model, optimizer).wait()
+    checkpoint.load(path, model, optimizer)
+
+
+def out_of_memory(*_: Any, **__: Any) -> torch.Tensor:
+    raise RuntimeError("out of memory")
+
+
+def test_a_copy_that_fails_on_one_rank_fails_the_save_on_all(tmp_path: Path) -> None:
+    # The others went on to write, and waited for it.
+    run(2, failed_copy, str(tmp_path / "failed"))
+
+
+def test_lazy_views_and_other_kinds_of_tensors_are_left_alone() -> None:
+    # They have no bytes of their own to be looked at.
+    lazy = torch.zeros(5, dtype=torch.complex64)[1:4].conj()
+    assert in_exact_storage(lazy) is lazy
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    assert in_exact_storage(parameter) is parameter
