@@ -9,8 +9,9 @@ which is not counted, shows how far two measurements of one machine are apart.
 On a machine that shares its host the speed changes by a fifth within seconds, for whatever is measured then.
 So for each change the segments of the plan that is asked and those under the change are measured in turns,
 run by run; the optimizer and the links of both one after the other, but for another network, whose session
-has no other. One rank alone and both measure in turns, three times, of which the median counts. Peaks of
-another batch are those of a model that is traced with it.
+has no other. One rank alone and both measure in turns, three times, of which the fastest of each counts:
+what else the machine does slows one of two ranks more often than one alone. Peaks of another batch are those
+of a model that is traced with it.
 
     python -m benchmarks.what_if [--quick] [--json FILE]
 """
@@ -118,7 +119,7 @@ def beside_fresh(case: str, first: Plan, mesh: DeviceMesh, change: dict[str, Any
     else:
         device = DeviceInfo(memory_limit=first.memory_limit, measured=True)
         turns = [(alone(model, desc, training, mesh), *profiled(desc, as_before)) for _ in range(ROUNDS)]
-        here, before = (sorted(found, key=compute)[ROUNDS // 2] for found in zip(*turns, strict=True))
+        here, before = (min(found, key=compute) for found in zip(*turns, strict=True))
     plan = make_plan(None, desc, there, training=as_before, profile=before)
     answer = or_none(what_if, plan, **change)
     fresh = or_none(make_plan, None, desc, device, training=training, profile=here)

@@ -12,7 +12,7 @@ from osdp.explain.what_if import candidates_of, changed_basis, search_again
 from osdp.plan.basis import Basis
 from osdp.plan.explanation import Frontier, FrontierPoint
 from osdp.plan.plan import Plan
-from osdp.search.sharding.planner import fastest
+from osdp.search.sharding.planner import fastest, recomputed_blocks
 
 #: Points of a frontier.
 POINTS = 9
@@ -87,7 +87,7 @@ def _points(
     seconds: float | None,
 ) -> tuple[FrontierPoint, ...]:
     start = time.monotonic()
-    found = [FrontierPoint(own, plan.samples_per_second, plan.predicted.peak_bytes)]
+    found = [_point_of(own, plan)]
     for x in settings:
         if seconds is not None and time.monotonic() - start > seconds:
             break
@@ -105,7 +105,13 @@ def _point(x: float, basis: Basis) -> FrontierPoint:
             plan = search_again(basis)  # what it has to offload for, or how much is missing
         except InfeasibleError as error:
             return FrontierPoint(x, None, error.best_peak)
-        return FrontierPoint(x, plan.samples_per_second, plan.predicted.peak_bytes)
+        return _point_of(x, plan)
     problem, solution, _ = answer
     samples = problem.profile.local_batch * problem.training.microbatches * basis.device.world_size
-    return FrontierPoint(x, samples / solution.outcome.seconds, math.ceil(solution.outcome.peak))
+    again = len(recomputed_blocks(problem, solution))
+    return FrontierPoint(x, samples / solution.outcome.seconds, math.ceil(solution.outcome.peak), again)
+
+
+def _point_of(x: float, plan: Plan) -> FrontierPoint:
+    again = sum(len(stage.sharding.recomputed) for stage in plan.stages)
+    return FrontierPoint(x, plan.samples_per_second, plan.predicted.peak_bytes, again)

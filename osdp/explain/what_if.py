@@ -9,6 +9,7 @@ from osdp.explain.scaling import (
     profile_at_batch,
     profile_with_copies,
     profile_with_optimizer,
+    profile_without_neighbours,
 )
 from osdp.model.training import MATRIX_OPTIMIZERS, Training
 from osdp.plan.basis import Basis
@@ -87,6 +88,9 @@ def changed_basis(
         if copies != 1:
             profiles = tuple(profile_with_copies(profile, copies) for profile in profiles)
             estimated.append("the optimizer's step with the memory's bandwidth shared by fewer ranks")
+        if device.kind == "cpu" and device.devices_per_node == 1 < basis.device.devices_per_node:
+            profiles = tuple(map(profile_without_neighbours, profiles))
+            estimated.append("forward and backward of a rank that has its machine for itself")
     if bandwidth is not None:
         device = device_with_bandwidth(device, bandwidth)
         estimated.append(f"links of a network of {bandwidth * 8 / 1e9:g} Gbit/s")

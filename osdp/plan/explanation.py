@@ -191,11 +191,13 @@ class FrontierPoint:
         x: The setting: bytes of the memory limit, samples of a microbatch, or ranks.
         samples_per_second: Its throughput over all ranks; ``None`` where nothing fits.
         peak_bytes: Its peak, or the lowest peak of any plan where nothing fits.
+        recomputed: Number of blocks whose activations it recomputes; ``None`` where nothing fits.
     """
 
     x: float
     samples_per_second: float | None
     peak_bytes: int
+    recomputed: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 
@@ -37,6 +38,11 @@ def blocks_of_shard(placement: Placement) -> int:
 def sharded_dim(placement: Placement) -> int | None:
     """The tensor dimension that ``placement`` shards, if any."""
     return placement.dim if isinstance(placement, (Shard, _StridedShard)) else None
+
+
+def offsets_of(value: DTensor) -> tuple[int, ...]:
+    """Where this rank's part of ``value`` begins in each dimension of the whole."""
+    return compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)[1]
 
 
 def joint_mesh(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:

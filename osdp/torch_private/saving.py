@@ -1,18 +1,13 @@
 """``torch.distributed.checkpoint``: the files of a checkpoint."""
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import IO, Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint._consolidate_hf_safetensors import (
-    consolidate_safetensors_files,
-    consolidate_safetensors_files_on_every_rank,
-)
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, _StoragePrefix
@@ -70,17 +65,3 @@ def stored_files(entries: Iterable[Any]) -> dict[str, int]:
         end = entry.offset + entry.length
         sizes[entry.relative_path] = max(end, sizes.get(entry.relative_path, 0))
     return sizes
-
-
-def join_safetensors(pieces: Path, output: Path, files: Mapping[str, int]) -> None:
-    """Join the shards that all ranks wrote to whole tensors, each rank some of the files; all ranks call it.
-
-    Args:
-        pieces: The folder that ``HuggingFaceStorageWriter`` wrote.
-        output: The folder of the joined files and their index.
-        files: For each tensor the number of its file, from 1.
-    """
-    if dist.is_initialized():
-        consolidate_safetensors_files_on_every_rank(str(pieces), str(output), dict(files))
-    else:
-        consolidate_safetensors_files(str(pieces), str(output), dict(files))

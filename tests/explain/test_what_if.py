@@ -76,6 +76,28 @@ def test_a_rank_alone_has_the_memory_of_its_machine(planned: Callable[..., Plan]
     assert per_byte[1] == pytest.approx(plan.basis.profiles[0].optimizer.per_byte * 7 / 11)
 
 
+def test_a_rank_alone_on_a_cpu_has_no_hooks_and_no_neighbours(planned: Callable[..., Plan]) -> None:
+    # A small ConvNeXt on one rank was predicted 14 % too long.
+    plan = planned(fraction=20.0)
+    assert plan.basis is not None
+    hooks = {
+        "unit_overhead": 1e-4,
+        "parameter_overhead": 1e-6,
+        "gradient_overhead": 2e-5,
+        "pass_overhead": 1e-3,
+    }
+    machine = replace(plan.basis.device, kind="cpu", nodes=1, devices_per_node=2, **hooks)
+    basis = replace(plan.basis, device=machine)
+    for kind, kept in (("cpu", 0.0), ("cuda", 1e-3)):
+        alone = device_with_ranks(replace(machine, kind=kind), 1)
+        assert (alone.unit_overhead, alone.parameter_overhead, alone.pass_overhead) == (0.0, 0.0, kept)
+    found = what_if(replace(plan, basis=basis), ranks=1).basis
+    assert found is not None
+    for before, after in zip(basis.profiles[0].segments, found.profiles[0].segments, strict=True):
+        wanted = max(before.forward.seconds - 1.5e-5, before.forward.seconds / 2)
+        assert after.forward.seconds == pytest.approx(wanted)
+
+
 def test_a_network_sends_what_a_ring_sends() -> None:
     slow = device_with_bandwidth(device(ranks=4), 125e6)
     copies = 2 / slow.copy_bandwidth

@@ -14,7 +14,7 @@ from osdp.hardware.device_info import COLLECTIVES, DeviceInfo, Link, PointToPoin
 from osdp.profiler.cache import MeasurementCache, placement
 from osdp.profiler.links.fitting import fit
 from osdp.profiler.links.machine import find_ranks_per_core
-from osdp.profiler.links.slowdowns import measure_slowdowns
+from osdp.profiler.links.slowdowns import METHOD, measure_slowdowns
 from osdp.profiler.links.timing import time_run
 from osdp.torch_private.distributed import all_gather, reduce_scatter
 
@@ -46,7 +46,7 @@ def with_stage_link(device: DeviceInfo, mesh: DeviceMesh | None, cache: Measurem
     slowdowns = device.slowdowns
     if device.ranks_per_core == 1 and not slowdowns:
         slowdowns = cache.get_or_measure(
-            "slowdowns", tuple[float, ...], facts, lambda: measure_slowdowns(mesh, where)
+            "slowdowns", tuple[float, ...], [METHOD, *facts], lambda: measure_slowdowns(mesh, where)
         )
     return replace(device, stage_link=link, slowdowns=slowdowns)
 

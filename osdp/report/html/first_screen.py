@@ -4,7 +4,7 @@ from collections import Counter
 from html import escape
 
 from osdp.plan.choices import KEPT, OF_BLOCK
-from osdp.plan.explanation import Alternative, PlanExplanation, PlanReport, UnitExplanation
+from osdp.plan.explanation import Alternative, Frontier, PlanExplanation, PlanReport, UnitExplanation
 from osdp.plan.sharding import Mode
 from osdp.report.html.document import cards
 from osdp.report.plan_table import compress
@@ -267,7 +267,8 @@ def _why(report: PlanReport) -> str:
     more = _at_most_memory(report)
     if more is not None:
         factor, gain = more
-        lines.append(f"With {factor:.3g} times the memory limit, at the same batch: {_gained(gain)}.")
+        why = _less_recomputed(frontier) if gain > 0 else ""
+        lines.append(f"With {factor:.3g} times the memory limit, at the same batch: {_gained(gain)}{why}.")
     less = [point for point in frontier.points if point.x < frontier.here]
     if less:
         lowest = less[0]
@@ -278,6 +279,16 @@ def _why(report: PlanReport) -> str:
         lines.append(f"With {lowest.x / frontier.here:.2g} of the memory limit: {told}.")
     lines += _other_batch(report)
     return "<h2>What other settings would bring</h2>" + "".join(f"<p>{line}</p>" for line in lines)
+
+
+def _less_recomputed(frontier: Frontier) -> str:
+    """That fewer blocks are recomputed under the largest limit, if they are, as the end of a sentence."""
+    here = next(point.recomputed for point in frontier.points if point.x == frontier.here)
+    there = frontier.points[-1].recomputed
+    if here is None or there is None or there >= here:
+        return ""
+    which = "no block is recomputed any more" if not there else f"{there} of its blocks are still recomputed"
+    return f"; {which}, instead of {here}"
 
 
 def _other_batch(report: PlanReport) -> list[str]:

@@ -15,6 +15,7 @@ Start at :func:`save` and :func:`load`.
 - ``match``: whether a checkpoint is one of this model and optimizer
 - ``optimizer_options``: an optimizer's options, in groups
 - ``pretrained``: folders of Hugging Face, written and read by shards
+- ``safetensors_files``: files into which all ranks write their shards in place
 - ``export``: a checkpoint as a file or folder that others open
 - ``whole_states``: a state dict of one rank into a model of all ranks
 - ``blocked_states``: weights that are sharded block by block

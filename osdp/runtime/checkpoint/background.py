@@ -131,9 +131,8 @@ def start_copy(model: nn.Module, state: dict[str, Any]) -> Future[dict[str, Any]
     return copying
 
 
-def room_fault(model: nn.Module, state: dict[str, Any]) -> ValueError | None:
-    """What is wrong with a copy of ``state`` if, on CPUs, it exceeds the plan's limit."""
-    nbytes = sum(found.nbytes for found in local_tensors(state))
+def room_fault(model: nn.Module, nbytes: int) -> ValueError | None:
+    """What is wrong with a copy of ``nbytes`` if, on CPUs, it exceeds the plan's limit."""
     plan: Plan | None = getattr(model, "plan", None)
     on_host = all(parameter.device.type == "cpu" for parameter in model.parameters())
     if plan is None or not on_host or plan.predicted.peak_bytes + nbytes <= plan.memory_limit:
@@ -144,10 +143,3 @@ def room_fault(model: nn.Module, state: dict[str, Any]) -> ValueError | None:
         f"{format_bytes(plan.predicted.peak_bytes)}, and the limit is {format_bytes(plan.memory_limit)}: "
         "save() needs no copy"
     )
-
-
-def announce_copy(state: dict[str, Any]) -> None:
-    """Tell how much host memory a copy of ``state`` takes."""
-    if is_first():
-        nbytes = sum(found.nbytes for found in local_tensors(state))
-        logger.info("a copy of this rank's shards takes %s of host memory", format_bytes(nbytes))

@@ -20,6 +20,11 @@ def local_tensors(value: Any) -> Iterator[torch.Tensor]:
         yield (value.to_local() if isinstance(value, DTensor) else value).detach()
 
 
+def local_bytes(value: Any) -> int:
+    """Bytes of these tensors."""
+    return sum(found.nbytes for found in local_tensors(value))
+
+
 def map_local(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """``value`` with the tensors in it, of DTensors this rank's shards, replaced by ``function``."""
     if isinstance(value, dict):

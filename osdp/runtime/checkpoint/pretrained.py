@@ -1,8 +1,8 @@
 """Folders of Hugging Face, sharded safetensors with an index, written and read without the whole model.
 
-Each rank writes the shards it has, by ``torch.distributed.checkpoint``'s writer of safetensors, into a
-temporary folder; these are joined to files of the usual size, which then replace the old ones. Reading, each
-rank reads its own slices of the files. Weights bear the names of the model's parameters.
+Each rank writes the shards it has to where they belong in files of the usual size, in a temporary folder;
+these then replace the old ones. Reading, each rank reads its own slices of the files. Weights bear the names
+of the model's parameters.
 """
 
 import os
@@ -17,12 +17,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint import (
-    state_dict_loader,
-    state_dict_saver,
-)
+from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -34,17 +31,22 @@ from torch.distributed.tensor import DTensor
 from osdp.comm.objects import broadcast_object, gather_objects, is_first
 from osdp.runtime.checkpoint.blocked_states import in_blocks_of, in_one_block
 from osdp.runtime.checkpoint.folder import describe_failures
+from osdp.runtime.checkpoint.replicas import digest, owned_part
+from osdp.runtime.checkpoint.safetensors_files import (
+    INDEX,
+    WholeTensor,
+    create_files,
+    lay_out,
+    write_parts,
+)
 from osdp.runtime.ranks.shared_faults import raise_together
-from osdp.torch_private.saving import in_one_process, join_safetensors
+from osdp.torch_private.saving import in_one_process
 
-#: Bytes of an exported file, as transformers has it, and of those that ranks write before they are joined:
-#: a rank holds one of these in memory.
-_FILE_BYTES, _PIECE_BYTES = 5 * 10**9, 64 * 2**20
+#: Bytes of an exported file, as transformers has it.
+_FILE_BYTES = 5 * 10**9
 
 #: Weights in a folder of Hugging Face.
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
-
-_INDEX = "model.safetensors.index.json"
 
 #: Number of names that a message lists.
 _LISTED = 5
@@ -62,6 +64,7 @@ def save_pretrained(model: nn.Module, folder: str | Path) -> None:
 
     Raises:
         RuntimeError: A rank could not write; raised on all ranks.
+        ValueError: Safetensors have no such dtype as some tensors.
     """
     module, path = _module_of(model), Path(folder)
     # Stored parameters are registered between steps only.
@@ -73,35 +76,37 @@ def save_pretrained(model: nn.Module, folder: str | Path) -> None:
     state = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
     for name in _left_out(module):
         state.pop(name, None)
-    pieces = path / f".saving-{broadcast_object(secrets.token_hex(6))}"
+    new = path / f".saving-{broadcast_object(secrets.token_hex(6))}"
+    mine = {name: WholeTensor(value.dtype, tuple(value.shape)) for name, value in state.items()}
+    # Of all ranks, in the order of their stages.
+    everyone = gather_objects((mine, digest(state)))
+    files = lay_out(
+        {name: tensor for tensors, _ in everyone for name, tensor in tensors.items()}, _FILE_BYTES
+    )
+    are_alike = len({names for _, names in everyone}) == 1
     try:
-        if is_first():
-            (pieces / "whole").mkdir(parents=True)
-    except OSError as error:
-        fault = error
-    raise_together(fault, f"nothing was saved at {path}")
-    sizes = _bytes_of(state)
-    try:
-        writer = HuggingFaceStorageWriter(
-            str(pieces), fqn_to_index_mapping=_files(sizes, _PIECE_BYTES), save_distributed=True
-        )
-        try:
-            with in_one_process():
-                state_dict_saver.save(state, storage_writer=writer)
-        except CheckpointException as error:
-            raise RuntimeError(f"{path} has the weights it had before: {describe_failures(error)}") from error
-        join_safetensors(pieces, pieces / "whole", _files(sizes, _FILE_BYTES))
-        fault = None
         try:
             if is_first():
-                _publish(pieces / "whole", path)
+                new.mkdir(parents=True)
+                create_files(new, files)
+        except OSError as error:
+            fault = error
+        raise_together(fault, f"nothing was saved at {path}")
+        try:
+            write_parts(new, files, owned_part(state) if are_alike else state)
+        except OSError as error:
+            fault = error
+        raise_together(fault, f"{path} has the weights it had before")
+        try:
+            if is_first():
+                _publish(new, path)
                 _save_configurations(module, path)
         except Exception as error:  # transformers refuses some configurations; the other ranks wait
             fault = error
         raise_together(fault, f"{path} may have a part of the new weights")
     finally:
         if is_first():
-            shutil.rmtree(pieces, ignore_errors=True)
+            shutil.rmtree(new, ignore_errors=True)
 
 
 def load_pretrained(model: nn.Module, folder: str | Path) -> None:
@@ -162,33 +167,14 @@ def _left_out(module: nn.Module) -> Iterable[str]:
     return [*tied, *(getattr(module, "_keys_to_ignore_on_save", None) or ())]
 
 
-def _bytes_of(state: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    """Bytes of the whole tensors of all ranks, in the order of their stages."""
-    mine = {name: value.numel() * value.element_size() for name, value in state.items()}
-    everyone = gather_objects(mine)
-    return {name: size for part in everyone for name, size in part.items()}
-
-
-def _files(sizes: Mapping[str, int], most: int) -> dict[str, int]:
-    """For each tensor the number of its file, from 1; none but files of one tensor exceeds ``most`` bytes."""
-    found: dict[str, int] = {}
-    number, filled = 1, 0
-    for name, size in sizes.items():
-        if filled and filled + size > most:
-            number, filled = number + 1, 0
-        found[name] = number
-        filled += size
-    return found
-
-
-def _publish(whole: Path, folder: Path) -> None:
+def _publish(new_files: Path, folder: Path) -> None:
     """Move the new files into ``folder``, the index last, and remove the weights they replace."""
-    new = sorted(os.listdir(whole), key=lambda name: name == _INDEX)
+    new = sorted(os.listdir(new_files), key=lambda name: name == INDEX)
     if len(new) > 2:
         # Killed between two files, a folder without an index is refused; with one it would be old and new.
-        (folder / _INDEX).unlink(missing_ok=True)
+        (folder / INDEX).unlink(missing_ok=True)
     for name in new:
-        os.replace(whole / name, folder / name)
+        os.replace(new_files / name, folder / name)
     for name in os.listdir(folder):
         if _WEIGHTS.fullmatch(name) and name not in new:
             (folder / name).unlink()

@@ -19,11 +19,15 @@ from osdp.torch_private.dtensor import sharded_dim
 
 def digest(state: dict[str, Any]) -> str:
     """A hash of all that :func:`owned_part` depends on: where ranks have the same one, they decide alike."""
-    found = hashlib.sha256()
+    # Layouts are few, and their text takes long.
+    layouts: dict[tuple[Any, ...], str] = {}
+    lines = []
     for name, value in _named_tensors(state):
-        layout = (value.device_mesh.mesh.shape, value.placements) if isinstance(value, DTensor) else ()
-        found.update(f"{name} {type(value)} {tuple(value.shape)} {value.dtype} {layout}\n".encode())
-    return found.hexdigest()
+        layout: tuple[Any, ...] = (type(value), value.dtype)
+        if isinstance(value, DTensor):
+            layout = (*layout, value.placements, value.device_mesh.shape)
+        lines.append((name, *value.shape, layouts.setdefault(layout, str(layout))))
+    return hashlib.sha256(repr(lines).encode()).hexdigest()
 
 
 def owned_part(state: dict[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ each parameter and state, so that each stage can write its own; parameters that 
 written under their owner's name.
 """
 
+import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,9 +25,9 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
+from osdp.comm.objects import is_first
 from osdp.runtime.checkpoint.background import (
     AsyncSave,
-    announce_copy,
     background_group,
     room_fault,
     start_copy,
@@ -36,7 +37,7 @@ from osdp.runtime.checkpoint.blocked_states import in_blocks_of, in_one_block
 from osdp.runtime.checkpoint.contents import Verification, read_verified
 from osdp.runtime.checkpoint.folder import NewCheckpoint, describe_failures
 from osdp.runtime.checkpoint.kept import Kept, KeptState
-from osdp.runtime.checkpoint.local_tensors import in_exact_storage, map_local
+from osdp.runtime.checkpoint.local_tensors import in_exact_storage, local_bytes, map_local
 from osdp.runtime.checkpoint.match import require_same
 from osdp.runtime.checkpoint.optimizer_options import (
     are_in_groups,
@@ -53,7 +54,10 @@ from osdp.runtime.checkpoint.whole_states import MissingAndUnexpected, send_whol
 from osdp.runtime.module.replaced import Replaced
 from osdp.runtime.ranks.shared_faults import gather_or_raise, raise_together
 from osdp.runtime.stages import StageLinks
+from osdp.text import format_bytes
 from osdp.torch_private.saving import in_one_process
+
+logger = logging.getLogger(__name__)
 
 State = dict[str, Any]
 
@@ -217,12 +221,14 @@ def save_async(
     with _fresh_again(optimizer):
         state = _stored(model, optimizer)
         mine = owned_part(state)
-        digests = gather_or_raise(room_fault(model, mine), digest(state), "nothing was saved")
+        nbytes = local_bytes(mine)
+        digests = gather_or_raise(room_fault(model, nbytes), digest(state), "nothing was saved")
         if len(set(digests)) > 1:
             # Stages have other parameters, and some optimizers other states, on other ranks.
-            mine = state
-            raise_together(room_fault(model, mine), "nothing was saved")
-        announce_copy(mine)
+            mine, nbytes = state, local_bytes(state)
+            raise_together(room_fault(model, nbytes), "nothing was saved")
+        if is_first():
+            logger.info("a copy of this rank's shards takes %s of host memory", format_bytes(nbytes))
         copying = start_copy(model, mine)
         try:
             kept = KeptState.of(

@@ -345,7 +345,6 @@ def sharding_plan(
         names = tuple(op.name for op in in_root)
         root = Unit(mode, names, ("",), root=True, group_size=group.group_size, route=group.route)
         units.insert(0, root)
-    recomputed = [str(chain[start].block) for start, _, strategy in found.units if strategy.recomputed]
     # 3. The plan.
     plan = ShardingPlan(
         reduce_each_microbatch=problem.settings.reduce_each,
@@ -353,11 +352,18 @@ def sharding_plan(
         units=tuple(units),
         predicted=prediction(problem, found.outcome),
         optimal=gap <= _PROVEN,
-        recomputed=tuple(dict.fromkeys(recomputed)),
+        recomputed=recomputed_blocks(problem, found),
     )
     # 4. Predict the units as the runtime will form them: a root unit that no operator joined does not exist.
     outcome = simulate_step(problem, *cost_plan(problem, plan))
     return replace(plan, predicted=prediction(problem, outcome))
+
+
+def recomputed_blocks(problem: ShardingProblem, found: ShardingSolution) -> tuple[str, ...]:
+    """The blocks whose activations an assignment recomputes, in trace order."""
+    chain = problem.timeline.chain
+    again = (str(chain[start].block) for start, _, strategy in found.units if strategy.recomputed)
+    return tuple(dict.fromkeys(again))
 
 
 def _group_and_mode(problem: ShardingProblem, strategy: UnitStrategy) -> tuple[ShardGroup, Mode]:
