@@ -320,13 +320,15 @@ def over_best_rival(rivals: Mapping[str, list[float]], ours: list[float]) -> tup
     rival chosen for the rounds in which it is compared would look faster than it is. Where the two differ,
     the one named is that of the even rounds.
     """
+    # Either may have gone on for another row's sake.
+    rounds = min(map(len, (ours, *rivals.values())))
     best = []
     above, below = [], []
     for half in (0, 1):
-        chosen = {rival: median(seconds[: len(ours)][half::2]) for rival, seconds in rivals.items()}
+        chosen = {rival: median(seconds[:rounds][half::2]) for rival, seconds in rivals.items()}
         best.append(min(chosen, key=lambda rival: chosen[rival]))
-        above += rivals[best[-1]][: len(ours)][1 - half :: 2]
-        below += ours[1 - half :: 2]
+        above += rivals[best[-1]][:rounds][1 - half :: 2]
+        below += ours[:rounds][1 - half :: 2]
     return best[0], paired_ratio(above, below)
 
 

@@ -263,6 +263,7 @@ def device_with_ranks(device: DeviceInfo, ranks: int) -> DeviceInfo:
         nodes, per_node = max(ranks // per_node, 1), min(ranks, per_node)
     else:
         nodes, per_node = 1, ranks
+    cores = device.ranks_per_core / device.devices_per_node
     shared = device.copy_bandwidth
     if per_node < device.devices_per_node:
         # Fewer share the bandwidth of the machine's memory; how much more it has for more is not known.
@@ -284,6 +285,7 @@ def device_with_ranks(device: DeviceInfo, ranks: int) -> DeviceInfo:
         devices_per_node=per_node,
         links=found,
         copy_bandwidth=shared,
+        ranks_per_core=min(device.ranks_per_core, math.ceil(cores * per_node)),
         measured=False,
     )
 

@@ -81,15 +81,15 @@ def changed_basis(
     device, trainings, profiles = basis.device, basis.trainings, basis.profiles
     if memory_limit is not None:
         device = replace(device, memory_limit=parse_bytes(memory_limit))
-    if ranks is not None:
+    if ranks is not None and ranks != device.world_size:
         device = device_with_ranks(device, ranks)
-        estimated.append(f"links of {ranks} ranks")
+        estimated.append(f"links of {ranks} ranks" if ranks > 1 else "a step without collectives")
         copies = basis.device.copy_bandwidth / device.copy_bandwidth
         if copies != 1:
             profiles = tuple(profile_with_copies(profile, copies) for profile in profiles)
             estimated.append("the optimizer's step with the memory's bandwidth shared by fewer ranks")
         if device.kind == "cpu" and device.devices_per_node == 1 < basis.device.devices_per_node:
-            profiles = tuple(map(profile_without_neighbours, profiles))
+            profiles = tuple(profile_without_neighbours(each) if each.measured else each for each in profiles)
             estimated.append("forward and backward of a rank that has its machine for itself")
     if bandwidth is not None:
         device = device_with_bandwidth(device, bandwidth)

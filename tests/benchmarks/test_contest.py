@@ -49,6 +49,8 @@ def test_the_best_rival_is_compared_on_rounds_that_did_not_choose_it() -> None:
     assert (best, ratio.median) == ("a", pytest.approx((2.0 + 2.0 / 1.5) / 2))
     # Rivals run for as many rounds as the row that needs most; of an odd number of rounds none is lost.
     assert over_best_rival(rivals, [1.5] * 5)[1].median == pytest.approx(2.0 / 1.5)
+    # A program of two rows goes on for the other one.
+    assert over_best_rival(rivals, [1.5] * 12) == over_best_rival(rivals, [1.5] * 8)
     assert is_narrow(Ratio(1.0, 0.98, 1.03)) and not is_narrow(Ratio(1.0, 0.95, 1.03))
 
 

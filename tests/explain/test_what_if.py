@@ -87,11 +87,16 @@ def test_a_rank_alone_on_a_cpu_has_no_hooks_and_no_neighbours(planned: Callable[
         "pass_overhead": 1e-3,
     }
     machine = replace(plan.basis.device, kind="cpu", nodes=1, devices_per_node=2, **hooks)
-    basis = replace(plan.basis, device=machine)
+    profiles = tuple(replace(profile, measured=True) for profile in plan.basis.profiles)
+    basis = replace(plan.basis, device=machine, profiles=profiles)
     for kind, kept in (("cpu", 0.0), ("cuda", 1e-3)):
         alone = device_with_ranks(replace(machine, kind=kind), 1)
         assert (alone.unit_overhead, alone.parameter_overhead, alone.pass_overhead) == (0.0, 0.0, kept)
-    found = what_if(replace(plan, basis=basis), ranks=1).basis
+    crowded = replace(machine, devices_per_node=4, ranks_per_core=2)
+    assert [device_with_ranks(crowded, ranks).ranks_per_core for ranks in (1, 2, 3, 4, 8)] == [1, 1, 2, 2, 2]
+    answer = what_if(replace(plan, basis=basis), ranks=1)
+    assert any("not measured: a step without collectives" in note for note in answer.notes)
+    found = answer.basis
     assert found is not None
     for before, after in zip(basis.profiles[0].segments, found.profiles[0].segments, strict=True):
         wanted = max(before.forward.seconds - 1.5e-5, before.forward.seconds / 2)

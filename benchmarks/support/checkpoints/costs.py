@@ -56,7 +56,7 @@ def export_by_hand(folder: str, model: OSDP) -> None:
 
 
 def export(folder: str, model: OSDP) -> None:
-    """Our own, which leaves it to the system as well when the disk has them."""
+    """Our own, which has synced them by then."""
     model.save_pretrained(folder)
     _synced(folder)
 

@@ -267,7 +267,7 @@ def _why(report: PlanReport) -> str:
     more = _at_most_memory(report)
     if more is not None:
         factor, gain = more
-        why = _less_recomputed(frontier) if gain > 0 else ""
+        why = _less_recomputed(frontier) if gain > _NOTICEABLE / 10 else ""
         lines.append(f"With {factor:.3g} times the memory limit, at the same batch: {_gained(gain)}{why}.")
     less = [point for point in frontier.points if point.x < frontier.here]
     if less:
@@ -287,8 +287,7 @@ def _less_recomputed(frontier: Frontier) -> str:
     there = frontier.points[-1].recomputed
     if here is None or there is None or there >= here:
         return ""
-    which = "no block is recomputed any more" if not there else f"{there} of its blocks are still recomputed"
-    return f"; {which}, instead of {here}"
+    return f", as {there or 'no'} block{'s are' if there != 1 else ' is'} recomputed instead of {here}"
 
 
 def _other_batch(report: PlanReport) -> list[str]:

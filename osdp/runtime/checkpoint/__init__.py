@@ -4,8 +4,7 @@ Start at :func:`save` and :func:`load`.
 
 - ``save_load``: saving and loading, optimizer states included
 - ``background``: saving while training goes on
-- ``replicas``: which rank copies what several hold
-- ``local_tensors``: what a rank holds of a state dict's tensors
+- ``local_tensors``: what a rank holds of a state dict's tensors, and writes
 - ``steps``: folders with a checkpoint for each of the latest steps
 - ``kept``: what trains beside model and optimizer
 - ``folder``: a checkpoint's folder: one rename publishes it

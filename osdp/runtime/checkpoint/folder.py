@@ -211,7 +211,7 @@ class CheckpointWriter(FileSystemWriter):
         kept = (self._folder / name for name in self._sums if name.endswith(".pt"))
         files = [path, self._folder / manifest, *kept, self._folder]
         with ThreadPoolExecutor(len(files), thread_name_prefix="osdp-sync") as syncing:
-            list(syncing.map(_sync, files))
+            list(syncing.map(sync, files))
 
 
 class _Publishing(FileSystem):
@@ -245,7 +245,7 @@ class _Publishing(FileSystem):
         self._before_rename(Path(path))
         os.replace(path, new_path)
         self.is_done = True
-        _sync(Path(new_path).parent)
+        sync(Path(new_path).parent)
 
 
 def describe_failures(error: CheckpointException) -> str:
@@ -254,7 +254,7 @@ def describe_failures(error: CheckpointException) -> str:
     return by_ranks(errors, world_size=0)
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
     """Have the disk write a file, or the names in a folder."""
     descriptor = os.open(path, os.O_RDONLY)
     try:

@@ -1,19 +1,27 @@
-"""What this rank holds of the tensors of a state dict."""
+"""What a rank holds of the tensors of a state dict, and which of them it writes.
 
-from collections.abc import Callable, Iterator
+``torch.distributed.checkpoint`` decides as well which of several ranks writes what all of them hold, but
+after it was given all: the copy of a background save would hold a replicated model once on each rank.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import DTensor
 
-from osdp.torch_private.dtensor import mesh_on_host, wrap_like
+from osdp.comm.objects import has_process_group
+from osdp.torch_private.dtensor import mesh_on_host, sharded_dim, wrap_like
 
 
 def local_tensors(value: Any) -> Iterator[torch.Tensor]:
     """The tensors in ``value``, of DTensors this rank's shards, in the order of :func:`map_local`."""
     if isinstance(value, dict):
         value = list(value.values())
-    if isinstance(value, (list, tuple)):
+    if type(value) in (list, tuple):
         for inner in value:
             yield from local_tensors(inner)
     elif isinstance(value, torch.Tensor):
@@ -66,3 +74,74 @@ def in_exact_storage(found: torch.Tensor) -> torch.Tensor:
         return found
     alone = torch.from_numpy(found.view(-1).view(torch.uint8).numpy())
     return alone.view(found.dtype).view(found.shape)
+
+
+def digest(state: dict[str, Any]) -> str:
+    """A hash of all that :func:`owned_part` depends on: where ranks have the same one, they decide alike."""
+    # Layouts are few, and their text takes long.
+    layouts: dict[tuple[Any, ...], str] = {}
+    lines = []
+    for name, value in _named_tensors(state):
+        layout: tuple[Any, ...] = (type(value), value.dtype)
+        if isinstance(value, DTensor):
+            layout = (*layout, value.placements, value.device_mesh.shape)
+        lines.append((name, *value.shape, layouts.setdefault(layout, str(layout))))
+    return hashlib.sha256(repr(lines).encode()).hexdigest()
+
+
+def owned_part(state: dict[str, Any], digests: Sequence[str]) -> dict[str, Any]:
+    """``state`` without the tensors, or shards, that another rank writes.
+
+    Args:
+        state: What this rank holds.
+        digests: The digests of all ranks: those with the same one hold the same. Stages have other
+            parameters, and some optimizers other states, on other ranks.
+    """
+    if not has_process_group():
+        return state
+    alike = [rank for rank, theirs in enumerate(digests) if theirs == digests[dist.get_rank()]]
+    loads: dict[int, list[int]] = {}
+
+    def is_mine(value: torch.Tensor) -> bool:
+        if not isinstance(value, DTensor) and type(value) not in (torch.Tensor, nn.Parameter):
+            return True  # of a kind that may be sharded, such as torch's ShardedTensor
+        index, holders = _place(value, alike)
+        load = loads.setdefault(holders, [0] * holders)
+        owner = load.index(min(load))
+        # Of whole tensors: holders of different shards decide alike.
+        load[owner] += value.numel() * value.element_size()
+        return owner == index
+
+    return _filtered(state, is_mine)
+
+
+def _place(value: torch.Tensor, alike: Sequence[int]) -> tuple[int | None, int]:
+    """Which of the holders of the same values this rank is, if it is one, and their number."""
+    if not isinstance(value, DTensor):
+        return alike.index(dist.get_rank()), len(alike)
+    place = value.device_mesh.get_coordinate()
+    index, holders = 0, 1
+    for axis, (placement, size) in enumerate(zip(value.placements, value.device_mesh.shape, strict=True)):
+        if sharded_dim(placement) is None:
+            index = index * size + (0 if place is None else place[axis])
+            holders *= size
+    return None if place is None else index, holders
+
+
+def _named_tensors(state: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    for name, value in state.items():
+        if isinstance(value, dict):
+            yield from _named_tensors(value, f"{prefix}{name}.")
+        elif isinstance(value, torch.Tensor):
+            yield f"{prefix}{name}", value
+
+
+def _filtered(state: dict[str, Any], keeps: Callable[[torch.Tensor], bool]) -> dict[str, Any]:
+    """``state`` with those of its tensors alone that ``keeps`` says, and all that is no tensor."""
+    found: dict[str, Any] = {}
+    for name, value in state.items():
+        if isinstance(value, dict):
+            found[name] = _filtered(value, keeps)
+        elif not isinstance(value, torch.Tensor) or keeps(value):
+            found[name] = value
+    return found

@@ -9,6 +9,7 @@ import os
 import re
 import secrets
 import shutil
+import socket
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from copy import copy
@@ -30,8 +31,8 @@ from torch.distributed.tensor import DTensor
 
 from osdp.comm.objects import broadcast_object, gather_objects, is_first
 from osdp.runtime.checkpoint.blocked_states import in_blocks_of, in_one_block
-from osdp.runtime.checkpoint.folder import describe_failures
-from osdp.runtime.checkpoint.replicas import digest, owned_part
+from osdp.runtime.checkpoint.folder import describe_failures, sync
+from osdp.runtime.checkpoint.local_tensors import digest, owned_part
 from osdp.runtime.checkpoint.safetensors_files import (
     INDEX,
     WholeTensor,
@@ -83,7 +84,7 @@ def save_pretrained(model: nn.Module, folder: str | Path) -> None:
     files = lay_out(
         {name: tensor for tensors, _ in everyone for name, tensor in tensors.items()}, _FILE_BYTES
     )
-    are_alike = len({names for _, names in everyone}) == 1
+    digests = [names for _, names in everyone]
     try:
         try:
             if is_first():
@@ -93,8 +94,15 @@ def save_pretrained(model: nn.Module, folder: str | Path) -> None:
             fault = error
         raise_together(fault, f"nothing was saved at {path}")
         try:
-            write_parts(new, files, owned_part(state) if are_alike else state)
-        except OSError as error:
+            # On every rank: a host may remember for a while that there was no such folder.
+            new.mkdir(parents=True, exist_ok=True)
+            write_parts(new, files, owned_part(state, digests))
+        except FileNotFoundError:
+            fault = RuntimeError(
+                f"{socket.gethostname()} does not see what rank 0 writes to {path.absolute()}: name one "
+                "folder, on a file system that all ranks share"
+            )
+        except Exception as error:  # of tensors without bytes, or no memory; the other ranks wait
             fault = error
         raise_together(fault, f"{path} has the weights it had before")
         try:
@@ -175,6 +183,7 @@ def _publish(new_files: Path, folder: Path) -> None:
         (folder / INDEX).unlink(missing_ok=True)
     for name in new:
         os.replace(new_files / name, folder / name)
+    sync(folder)
     for name in os.listdir(folder):
         if _WEIGHTS.fullmatch(name) and name not in new:
             (folder / name).unlink()

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from osdp.runtime.checkpoint.folder import sync
 from osdp.torch_private.dtensor import offsets_of
 
 #: Which file has which tensor.
@@ -25,13 +26,14 @@ INDEX = "model.safetensors.index.json"
 #: What the header calls dtypes.
 _NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.complex64: "C64",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e4m3fnuz: "F8_E4M3FNUZ", torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ", torch.complex64: "C64",
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.bool: "BOOL",
     torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8",
 }  # fmt: skip
 
-#: Headers are filled up to a multiple of it, so that tensors are aligned.
-_ALIGNED = 8
+#: Bytes, with the length before it, that a header is filled up to a multiple of: no rank writes to its page.
+_PAGE = 4096
 
 
 @dataclass(frozen=True)
@@ -77,16 +79,20 @@ def lay_out(tensors: Mapping[str, WholeTensor], most: int) -> Files:
 
 
 def create_files(folder: Path, files: Files) -> None:
-    """Make ``files`` in ``folder`` with their headers, their index, and room for their tensors."""
+    """Make ``files`` in ``folder``, of their full size and with their headers, and their index; sync them."""
     for name, tensors in files.items():
         header = _header(tensors)
         with open(folder / name, "wb") as file:
-            file.write(header)
+            # First: a page of NFS that was written at the end of a file counts as known, zeros and all, and
+            # is sent as a whole when a part of it is written, over what other hosts have written there.
             file.truncate(len(header) + sum(tensor.nbytes for tensor in tensors.values()))
+            file.write(header)
+        sync(folder / name)
     total = sum(tensor.nbytes for tensors in files.values() for tensor in tensors.values())
     where = {name: file for file, tensors in files.items() for name in tensors}
     index = {"metadata": {"total_size": total}, "weight_map": where}
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf8")
+    sync(folder / INDEX)
 
 
 def write_parts(folder: Path, files: Files, state: Mapping[str, torch.Tensor]) -> None:
@@ -129,7 +135,7 @@ def _header(tensors: Mapping[str, WholeTensor]) -> bytes:
         entries[name] = {"dtype": _NAMES[tensor.dtype], "shape": tensor.shape, "data_offsets": place}
         start += tensor.nbytes
     text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % _ALIGNED)
+    text += b" " * (-(8 + len(text)) % _PAGE)
     return len(text).to_bytes(8, "little") + text
 
 

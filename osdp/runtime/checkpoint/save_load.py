@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
-from osdp.comm.objects import is_first
+from osdp.comm.objects import gather_objects, is_first
 from osdp.runtime.checkpoint.background import (
     AsyncSave,
     background_group,
@@ -37,7 +37,7 @@ from osdp.runtime.checkpoint.blocked_states import in_blocks_of, in_one_block
 from osdp.runtime.checkpoint.contents import Verification, read_verified
 from osdp.runtime.checkpoint.folder import NewCheckpoint, describe_failures
 from osdp.runtime.checkpoint.kept import Kept, KeptState
-from osdp.runtime.checkpoint.local_tensors import in_exact_storage, local_bytes, map_local
+from osdp.runtime.checkpoint.local_tensors import digest, in_exact_storage, local_bytes, map_local, owned_part
 from osdp.runtime.checkpoint.match import require_same
 from osdp.runtime.checkpoint.optimizer_options import (
     are_in_groups,
@@ -47,12 +47,11 @@ from osdp.runtime.checkpoint.optimizer_options import (
     read_options,
     without_options,
 )
-from osdp.runtime.checkpoint.replicas import digest, owned_part
 from osdp.runtime.checkpoint.restricted import RestrictedPlanner, RestrictedReader
 from osdp.runtime.checkpoint.steps import latest_step, remove_older_steps, step_folder, url_fault
 from osdp.runtime.checkpoint.whole_states import MissingAndUnexpected, send_whole
 from osdp.runtime.module.replaced import Replaced
-from osdp.runtime.ranks.shared_faults import gather_or_raise, raise_together
+from osdp.runtime.ranks.shared_faults import raise_together
 from osdp.runtime.stages import StageLinks
 from osdp.text import format_bytes
 from osdp.torch_private.saving import in_one_process
@@ -220,13 +219,9 @@ def save_async(
     steps = Path(path).absolute()
     with _fresh_again(optimizer):
         state = _stored(model, optimizer)
-        mine = owned_part(state)
+        mine = owned_part(state, gather_objects(digest(state)))
         nbytes = local_bytes(mine)
-        digests = gather_or_raise(room_fault(model, nbytes), digest(state), "nothing was saved")
-        if len(set(digests)) > 1:
-            # Stages have other parameters, and some optimizers other states, on other ranks.
-            mine, nbytes = state, local_bytes(state)
-            raise_together(room_fault(model, nbytes), "nothing was saved")
+        raise_together(room_fault(model, nbytes), "nothing was saved")
         if is_first():
             logger.info("a copy of this rank's shards takes %s of host memory", format_bytes(nbytes))
         copying = start_copy(model, mine)

@@ -13,8 +13,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from osdp.comm.objects import gather_objects
 from osdp.runtime import checkpoint
 from osdp.runtime.checkpoint.background import start_copy
-from osdp.runtime.checkpoint.local_tensors import in_exact_storage
-from osdp.runtime.checkpoint.replicas import digest, owned_part
+from osdp.runtime.checkpoint.local_tensors import digest, in_exact_storage, owned_part
 from tests.helpers.distributed import run
 from tests.runtime.checkpoint.test_folder import trained
 
@@ -82,7 +81,7 @@ def divided() -> None:
     model, optimizer = trained(1)
     state = checkpoint.train_state(model, optimizer)
     assert len(set(gather_objects(digest(state)))) == 1
-    mine = dict(tensors_of(owned_part(state)))
+    mine = dict(tensors_of(owned_part(state, gather_objects(digest(state)))))
     shards = {name for name, value in shards_of(state).items() if any(p.is_shard() for p in value.placements)}
     everyone = gather_objects(sorted(mine))
     whole = [name for name, _ in tensors_of(state) if name not in shards]
@@ -118,8 +117,9 @@ def fewer_tensors_than_ranks(path: str) -> None:
     # A mesh without rank 1: it takes no part in what is distributed over it.
     mesh = DeviceMesh("cpu", [0])
     whole = torch.arange(6.0)
-    sharded = distribute_tensor(whole, mesh) if dist.get_rank() == 0 else None
-    names = gather_objects(sorted(owned_part({"model": {} if sharded is None else {"w": sharded}})["model"]))
+    state = {"model": {"w": distribute_tensor(whole, mesh)}} if dist.get_rank() == 0 else {"model": {}}
+    mine = owned_part(state, gather_objects(digest(state)))
+    names = gather_objects(sorted(mine["model"]))
     assert names == [["w"], []]
 
 
@@ -136,6 +136,7 @@ def failed_copy(path: str) -> None:
         saving = checkpoint.save_async(path, model, optimizer)
     with pytest.raises(RuntimeError, match=r"no checkpoint was saved at .*rank 1: .*out of memory"):
         saving.wait()
+    dist.barrier()  # until rank 0 has tidied up
     assert not list(Path(path).iterdir())
     checkpoint.save_async(path, model, optimizer).wait()
     checkpoint.load(path, model, optimizer)
@@ -148,6 +149,17 @@ def out_of_memory(*_: Any, **__: Any) -> torch.Tensor:
 def test_a_copy_that_fails_on_one_rank_fails_the_save_on_all(tmp_path: Path) -> None:
     # The others went on to write, and waited for it.
     run(2, failed_copy, str(tmp_path / "failed"))
+
+
+def of_two_stages() -> None:
+    stage = dist.get_rank() // 2
+    state = {"model": {f"{stage}.{name}": torch.zeros(3) for name in "ab"}}
+    mine = owned_part(state, gather_objects(digest(state)))
+    assert gather_objects(sorted(mine["model"])) == [["0.a"], ["0.b"], ["1.a"], ["1.b"]]
+
+
+def test_ranks_of_a_stage_divide_what_they_hold() -> None:
+    run(4, of_two_stages)
 
 
 def test_lazy_views_and_other_kinds_of_tensors_are_left_alone() -> None:
