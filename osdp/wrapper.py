@@ -27,7 +27,7 @@ from osdp.refining import HORIZON, Refiner, check_refinable, check_refine
 from osdp.resolve import Asked, applied_model, check_reuse
 from osdp.runtime import ShardedModel
 from osdp.runtime.checkpoint import load_pretrained
-from osdp.runtime.checkpoint.background import forget_copy, wait_for_saves
+from osdp.runtime.checkpoint.background import forget_copy
 from osdp.runtime.checkpoint.pretrained import save_as_transformers
 from osdp.runtime.computation import Computation
 from osdp.runtime.measured_steps import MeasuredSteps
@@ -311,7 +311,6 @@ class OSDP(Stepped, Wrapped, PlannedModule, nn.Module):
             self._optimizer_check.exchange_in(each)
         if self._refiner is not None:
             self._refiner.pause()
-        wait_for_saves()  # which hold the copy
         forget_copy(self)
         taken = TakenApart(self._applied.sharded, optimizers, self._optimizer_check.close())
         # They refer to what the last plan stored, which is to be freed meanwhile.

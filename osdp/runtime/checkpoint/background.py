@@ -104,7 +104,8 @@ def _host_memory() -> WeakKeyDictionary[nn.Module, _HostMemory]:
 
 
 def forget_copy(model: nn.Module) -> None:
-    """Give back the host memory of the last copy of ``model``, which is of a plan that it no longer has."""
+    """Give back the host memory of the last copy of ``model``, once it is saved."""
+    wait_for_saves()
     _host_memory().pop(model, None)
 
 

@@ -196,8 +196,8 @@ def save_async(
     """As :func:`save`, while training goes on: only a copy of this rank's shards is waited for.
 
     Every rank calls it. The copy lies in host memory, which is kept for the next one as long as the model
-    lives; on CPUs it counts against the limit of the plan. The next save, and the next load, first wait for
-    the one before.
+    has this plan; on CPUs it counts against the plan's limit. The next save, and the next load, first wait
+    for the one before.
 
     Args:
         path: As for :func:`save`.
