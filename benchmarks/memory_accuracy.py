@@ -27,7 +27,7 @@ from benchmarks.support.harness import Options, Result, Row
 from benchmarks.support.launch import WorkerError
 from benchmarks.support.live_bytes import NoCompilerError
 from benchmarks.support.live_peaks import LivePeak, live_peaks, run_within
-from benchmarks.support.models import CASES, FAMILIES, FULL_SIZE, SKEWED
+from benchmarks.support.models import CASES, FAMILIES, FULL_SIZE, QUICK_FULL_SIZE, SKEWED
 from osdp import DeviceInfo, InfeasibleError, Plan, Training
 from osdp.text import format_bytes
 
@@ -137,7 +137,8 @@ class Point:
 def grid(options: Options) -> Iterator[Point]:
     """The points to check."""
     if options.device == "cuda":
-        yield from _fake_points(FULL_SIZE, FAKE, "cuda")
+        cases, worlds = (QUICK_FULL_SIZE, FAKE[:1]) if options.quick else (FULL_SIZE, FAKE)
+        yield from _fake_points(cases, worlds, "cuda")
         return
     cases = ("gpt2-small", "mlp-table") if options.quick else (*SKEWED, *LIVE_FAMILIES)
     for case in cases:

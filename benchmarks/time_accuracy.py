@@ -39,7 +39,7 @@ from benchmarks.support.candidates import (
 from benchmarks.support.harness import Options, Result, Row
 from benchmarks.support.launch import WorkerError
 from benchmarks.support.memory_oracle import fake_group
-from benchmarks.support.models import CASES, FULL_SIZE
+from benchmarks.support.models import CASES, FULL_SIZE, QUICK_FULL_SIZE
 from benchmarks.support.testbed import NetworkUnavailableError, launch_over
 from benchmarks.support.timing import alternate
 from benchmarks.support.turns import take_turns
@@ -253,7 +253,8 @@ def measure(options: Options) -> Result:
     torch.set_num_threads(1)
     if options.device == "cuda":
         ways = ((1, "NO_SHARD"), (8, "FULL_SHARD"), (64, "FULL_SHARD"))
-        points = [(case, *way) for case in FULL_SIZE for way in (ways[:2] if options.quick else ways)]
+        cases, ways = (QUICK_FULL_SIZE, ways[:2]) if options.quick else (FULL_SIZE, ways)
+        points = [(case, *way) for case in cases for way in ways]
         result = Result(options, world_size=64, backend="fake")
         for case, world_size, strategy in harness.progress(points, len(points), "time_accuracy"):
             result.add(alone(case, world_size, strategy, 5 if options.quick else 20))

@@ -323,6 +323,9 @@ CASES = {case.name: case for case in (*_CASES, *_FULL_SIZE)}
 #: Models of the size they are published in, for a GPU.
 FULL_SIZE = tuple(case.name for case in _FULL_SIZE)
 
+#: Three of them that are measured within minutes.
+QUICK_FULL_SIZE = ("gpt2-124m", "bert-large", "resnet-50")
+
 #: One of each of the eight families, for accuracy over models.
 FAMILIES = ("gpt2-small", "bert", "opt", "llama", "vit", "resnet", "mlp", "transformer")
 

@@ -153,7 +153,7 @@ def _segments_of_items(
     if blocks[layers:]:
         parts[Item.TARGET_EMBEDDING] = [range(blocks[layers - 1][-1] + 1, blocks[layers][0])]
         parts[Item.CROSS_LAYER] = list(blocks[layers:])
-    found = [profile.by_signature[segment.signature] for segment in model_desc.segments]
+    found = [profile.of(segment) for segment in model_desc.segments]
     return {item: [[found[index] for index in run] for run in runs] for item, runs in parts.items()}
 
 

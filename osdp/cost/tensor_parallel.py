@@ -11,7 +11,7 @@ from dataclasses import replace
 from osdp.hardware.device_info import DeviceInfo
 from osdp.hardware.profile import PassProfile, Profile, SegmentProfile
 from osdp.model.description import Affine, ModelDesc, Segment, Work
-from osdp.plan.tensor_parallel_rank import Exchange, RankDesc, key
+from osdp.plan.tensor_parallel_rank import Exchange, RankDesc
 
 #: Profile of a segment in which nothing happens.
 _UNKNOWN = SegmentProfile("", PassProfile(0.0, 0, 0), PassProfile(0.0, 0, 0), 0)
@@ -35,12 +35,12 @@ def part_profile(whole: ModelDesc, profile: Profile, rank: RankDesc) -> Profile:
         )
     batch = profile.local_batch
     found: dict[str, SegmentProfile] = {}
-    by_key = {key(segment): segment for segment in whole.segments}
+    by_key = {segment.key: segment for segment in whole.segments}
     for part in rank.desc.segments:
         if part.signature not in found:
             # A segment that only the part has copies data for its collectives.
-            one = by_key.get(key(part), _idle(part))
-            of_one = profile.by_signature.get(one.signature, _UNKNOWN)
+            one = by_key.get(part.key, _idle(part))
+            of_one = profile.of(one) if one.signature else _UNKNOWN
             found[part.signature] = _part_segment(one, part, of_one, batch)
     return replace(profile, segments=tuple(found.values()), model=rank.desc.fingerprint)
 

@@ -7,6 +7,7 @@ of the same type, and ``measured`` distinguishes them.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Protocol
 
 from osdp.codec import Savable
 
@@ -47,6 +48,18 @@ class PassProfile:
     host_seconds: float = 0.0
 
 
+class ProfiledSegment(Protocol):
+    """A segment of a description, as :class:`osdp.model.description.Segment` is."""
+
+    @property
+    def signature(self) -> str:
+        """Equal for segments that run the same kernels on the same shapes."""
+
+    @property
+    def key(self) -> tuple[str, int, int]:
+        """Module, call and part."""
+
+
 @dataclass(frozen=True, slots=True)
 class SegmentProfile:
     """Time and memory of one distinct segment.
@@ -58,6 +71,9 @@ class SegmentProfile:
         saved_bytes: Bytes it newly saves for backward, parameters excluded.
         spread: How far the runs that its seconds are medians of differ: half their interquartile range,
             relative to the median; 0 if it was not measured.
+        keys: Those of the segments it is of, where others with the signature take other memory: the
+            description knows what they take in the dtype that the model was traced in, and computed in
+            another one some of them may free what others have to keep. Empty if it is of all others.
     """
 
     signature: str
@@ -65,6 +81,7 @@ class SegmentProfile:
     backward: PassProfile
     saved_bytes: int
     spread: float = 0.0
+    keys: tuple[tuple[str, int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +158,8 @@ class Profile(Savable):
     Attributes:
         device: Device kind.
         local_batch: Number of samples the segments were run with.
-        segments: One entry per distinct signature of the ModelDesc it was made from.
+        segments: One entry per distinct signature of the ModelDesc it was made from, and further ones for
+            segments that take other memory than the first with their signature.
         optimizer: Time of the optimizer step.
         resident_bytes: Bytes of buffers and of the sample batch, which are live throughout the step.
         measured: Whether it was measured rather than estimated.
@@ -193,5 +211,17 @@ class Profile(Savable):
 
     @cached_property
     def by_signature(self) -> dict[str, SegmentProfile]:
-        """The segment profiles by signature."""
-        return {segment.signature: segment for segment in self.segments}
+        """The segment profiles by signature, without those of some of its segments alone."""
+        return {segment.signature: segment for segment in self.segments if not segment.keys}
+
+    @cached_property
+    def _by_key(self) -> dict[tuple[str, int, int], SegmentProfile]:
+        return {key: segment for segment in self.segments for key in segment.keys}
+
+    def of(self, segment: ProfiledSegment) -> SegmentProfile:
+        """The profile of a segment of the description that it was made from.
+
+        Raises:
+            KeyError: There is none with its signature.
+        """
+        return self._by_key.get(segment.key) or self.by_signature[segment.signature]

@@ -67,6 +67,10 @@ class TensorSpec:
     dtype: str
 
 
+#: Module, call and part.
+SegmentKey = tuple[str, int, int]
+
+
 @dataclass(frozen=True, slots=True)
 class Segment:
     """A stretch of execution that belongs to the own code of ``module``.
@@ -99,6 +103,11 @@ class Segment:
     saved_bytes: Affine
     dropped_bytes: Affine | None = None
     released_bytes: Affine | None = None
+
+    @property
+    def key(self) -> SegmentKey:
+        """Key by which the segments of a model, of its parts and of its profiles are joined."""
+        return self.module, self.call, self.part
 
 
 @dataclass(frozen=True, slots=True)

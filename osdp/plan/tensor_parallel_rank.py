@@ -8,10 +8,8 @@ are uneven) and the activations of that rank. So everything that prices a model 
 from dataclasses import dataclass, replace
 
 from osdp import codec
-from osdp.model.description import ModelDesc, Segment
+from osdp.model.description import ModelDesc, Segment, SegmentKey
 from osdp.plan.tensor_parallel import TensorParallelPlan
-
-SegmentKey = tuple[str, int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,18 +82,13 @@ def rank_desc(
             f"the tensor-parallel parts of {whole.name} have other operators than the whole model, so its "
             "plans do not fit them; use data parallelism or pipeline stages for it"
         )
-    segments = tuple(_marked(segment, exchanges.get(key(segment), ())) for segment in part.segments)
+    segments = tuple(_marked(segment, exchanges.get(segment.key, ())) for segment in part.segments)
     found = {
-        segment.signature: SegmentExchanges(segment.signature, exchanges[key(segment)])
+        segment.signature: SegmentExchanges(segment.signature, exchanges[segment.key])
         for segment in segments
-        if exchanges.get(key(segment))
+        if exchanges.get(segment.key)
     }
     return RankDesc(whole.fingerprint, plan, replace(part, segments=segments), tuple(found.values()))
-
-
-def key(segment: Segment) -> SegmentKey:
-    """Key by which the segments of a model and of its parts are joined: module, call and part."""
-    return segment.module, segment.call, segment.part
 
 
 def _marked(segment: Segment, exchanges: tuple[Exchange, ...]) -> Segment:

@@ -23,19 +23,33 @@ from osdp.tracing.memory_ledger import TraceMoment, Usage
 from osdp.tracing.op_recorder import NoWorkspace, Recorder, Workspace
 
 Build = Callable[[torch.device, tuple[Repeat, ...]], ReducedModel]
+_NONE = Usage(0, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Activation bytes of the segments that ran, by index in the description.
+    """Activation bytes of segments, by index in the description.
 
     Attributes:
-        usage: Live and peak bytes of each pass; the ``interval`` of a moment is the index of a segment here.
-        saved: Bytes newly saved for backward.
+        usage: Live and peak bytes of each pass of those that ran; the ``interval`` of a moment is the index
+            of a segment here.
+        whole: The same of all segments, on fake tensors.
+        saved: Bytes that those that ran newly save for backward.
     """
 
     usage: Mapping[TraceMoment, Usage]
+    whole: Mapping[TraceMoment, Usage]
     saved: Mapping[int, int]
+
+    def uses(self, index: int) -> tuple[Usage, Usage]:
+        """What a segment uses on fake tensors: it tells apart those that ran and those that did not."""
+        found = [self.whole.get(TraceMoment(backward, index), _NONE) for backward in (False, True)]
+        return found[0], found[1]
+
+    def of(self, index: int, ran: int, backward: bool) -> Usage:
+        """The usage of a segment, from that of another one with its signature that ``ran``."""
+        own, other = (self.whole.get(TraceMoment(backward, each), _NONE) for each in (index, ran))
+        return _correct(self.usage.get(TraceMoment(backward, ran), _NONE), own, other)
 
 
 def measure_footprint(reduced: ReducedModel, build: Build, device: torch.device) -> Footprint:
@@ -51,12 +65,11 @@ def measure_footprint(reduced: ReducedModel, build: Build, device: torch.device)
         host = torch.device("cpu")
         fake = _measure_usage(build(host, reduced.repeats), NoWorkspace())
         whole = _measure_usage(build(host, ()), NoWorkspace()) if reduced.repeats else fake
-    none = Usage(0, 0)
     usage = {
-        moment: _correct(measured.get(moment, none), whole.get(moment, none), fake.get(moment, none))
+        moment: _correct(measured.get(moment, _NONE), whole.get(moment, _NONE), fake.get(moment, _NONE))
         for moment in {*measured, *fake}
     }
-    return Footprint(usage, _measure_saved(reduced))
+    return Footprint(usage, whole, _measure_saved(reduced))
 
 
 def _correct(measured: Usage, whole: Usage, fake: Usage) -> Usage:

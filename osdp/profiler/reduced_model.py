@@ -129,7 +129,7 @@ def reduced_model(
         opaque.start(moved.tensors, batch.tensors)
     if param_dtype is not None:
         _cast_block_inputs(twin, model_desc, left_out, param_dtype)
-    places = {(s.module, s.call, s.part): index for index, s in enumerate(model_desc.segments)}
+    places = {s.key: index for index, s in enumerate(model_desc.segments)}
     stubs = Stubs(twin, repeats)
     reduced = ReducedModel(twin, moved, loss_fn, repeats, stubs, places)
     # 3. One forward records what the stubs have to return, and whether the model drops layers at random.

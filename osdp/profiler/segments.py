@@ -39,7 +39,7 @@ from osdp.profiler.reduced_model import ReducedModel, reduced_model
 from osdp.profiler.repeats import Repeat, find_repeats
 from osdp.profiler.stopwatch import Clock, Seconds, Stopwatch, time_both
 from osdp.tracing.loss import LossFn
-from osdp.tracing.memory_ledger import TraceMoment, Usage
+from osdp.tracing.memory_ledger import TraceMoment
 from osdp.tracing.module_walk import Interval
 from osdp.tracing.sample_batch import SampleBatch
 from osdp.tracing.tensors import torch_dtype
@@ -50,7 +50,7 @@ _WARMUP = 2
 _MOST_TIMES = 3
 
 #: Increased with every change of what is measured, so that older cache files are not read.
-_METHOD = 7
+_METHOD = 8
 
 #: Bytes swept through before a timed pass: what the largest shared caches of one core or GPU hold.
 _SWEPT_BYTES = 2**26
@@ -295,20 +295,24 @@ def _subtract_clock(
 def _average_by_signature(
     model_desc: ModelDesc, seconds: Mapping[TraceMoment, Seconds], memory: Footprint, spread: float
 ) -> tuple[SegmentProfile, ...]:
-    """By signature: mean seconds over its segments that ran, and their highest peaks.
+    """By signature: mean seconds over its segments that ran, and the highest peaks of those that use alike.
 
-    What they save and leave alive is equal, so it is that of the first.
+    What these save and leave alive is equal, so it is that of the first.
     """
     ran: dict[str, list[int]] = defaultdict(list)
+    alike: dict[str, dict[Any, list[int]]] = defaultdict(lambda: defaultdict(list))
     for index, segment in enumerate(model_desc.segments):
+        alike[segment.signature][memory.uses(index)].append(index)
         if TraceMoment(False, index) in seconds:
             ran[segment.signature].append(index)
 
-    def pass_profile(indices: Sequence[int], backward: bool) -> PassProfile:
-        moments = [TraceMoment(backward, index) for index in indices]
-        found = [memory.usage.get(moment, Usage(0, 0)) for moment in moments]
+    def pass_profile(signature: str, indices: Sequence[int], backward: bool) -> PassProfile:
+        measured = [index for index in indices if index in ran[signature]]
+        # What has not run is known from another one that has.
+        models = measured or ran[signature][:1]
+        found = [memory.of(indices[0], index, backward) for index in models]
         late, given = zip(*(usage.later_peaks for usage in found), strict=True)
-        times = [seconds.get(moment, Seconds(0.0, 0.0)) for moment in moments]
+        times = [seconds.get(TraceMoment(backward, index), Seconds(0.0, 0.0)) for index in ran[signature]]
         return PassProfile(
             fmean(time.device for time in times),
             found[0].live_bytes,
@@ -326,13 +330,19 @@ def _average_by_signature(
         raise ValueError(
             f"the model ran without segments of its description ({names}, ...); describe it again"
         )
-    return tuple(
-        SegmentProfile(
-            signature=signature,
-            forward=pass_profile(ran[signature], False),
-            backward=pass_profile(ran[signature], True),
-            saved_bytes=memory.saved.get(ran[signature][0], 0),
-            spread=spread,
-        )
-        for signature in distinct
-    )
+    profiles = []
+    for signature in distinct:
+        most, *others = sorted(alike[signature].values(), key=len, reverse=True)
+        for indices in (most, *others):
+            saving = next((index for index in ran[signature] if index in indices), ran[signature][0])
+            profiles.append(
+                SegmentProfile(
+                    signature=signature,
+                    forward=pass_profile(signature, indices, False),
+                    backward=pass_profile(signature, indices, True),
+                    saved_bytes=memory.saved.get(saving, 0),
+                    spread=spread,
+                    keys=() if indices is most else tuple(model_desc.segments[i].key for i in indices),
+                )
+            )
+    return tuple(profiles)

@@ -55,7 +55,7 @@ class Refinement:
         rows: list[tuple[str, float, float]] = []
         for name in ("forward", "backward"):
             sums = [
-                sum(getattr(profile.by_signature[s.signature], name).seconds for s in desc.segments)
+                sum(getattr(profile.of(s), name).seconds for s in desc.segments)
                 for profile in (thought, found)
             ]
             rows.append((f"compute, {name}", sums[0], sums[1]))

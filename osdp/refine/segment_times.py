@@ -30,7 +30,7 @@ def with_measured_times(
     again = {i for name in recomputed for i in model_desc.block_segments.get(name, ())}
     times = {each.module: each for each in measured}
     timed = [(each, times[each.module]) for each in stretches_of(model_desc) if each.module in times]
-    of_segment = [profile.by_signature[segment.signature] for segment in model_desc.segments]
+    of_segment = [profile.of(segment) for segment in model_desc.segments]
 
     # 1. By how much each stretch is off in forward, with which its recomputation is priced, and in backward.
     parts = [(list(range(stretch.start, stretch.stop)), time) for stretch, time in timed]

@@ -16,7 +16,7 @@ from osdp.cost.evaluate import evaluate
 from osdp.errors import InfeasibleError, LargeOperator, PlanMismatchError
 from osdp.hardware.device_info import DeviceInfo
 from osdp.hardware.profile import PassProfile, Profile, SegmentProfile
-from osdp.model.description import ModelDesc
+from osdp.model.description import ModelDesc, SegmentKey
 from osdp.model.training import Training
 from osdp.plan.plan import Plan
 from osdp.plan.search_options import SHARDING, SearchOptions
@@ -207,15 +207,15 @@ def _saved_bytes(model_desc: ModelDesc) -> float:
 def _mean_profile(largest: BatchShape, shapes: Sequence[BatchShape]) -> Profile | None:
     """The profile of the largest shape with the mean seconds of all; ``None`` if they run other code."""
     tables = [_by_place(shape) for shape in shapes]
-    places: dict[str, list[tuple[str, int, int]]] = defaultdict(list)
+    places: dict[str, list[SegmentKey]] = defaultdict(list)
     for segment in largest.model_desc.segments:
-        places[segment.signature].append((segment.module, segment.call, segment.part))
+        places[segment.signature].append(segment.key)
     if any(table.keys() != tables[0].keys() for table in tables):
         return None
 
-    def mean(signature: str, which: str) -> PassProfile:
+    def mean(segment: SegmentProfile, which: str) -> PassProfile:
         alike = [
-            [getattr(table[place], which) for place in places[signature]] for table in tables
+            [getattr(table[place], which) for place in places[segment.signature]] for table in tables
         ]  # passes of each shape
         seconds, host = (
             sum(
@@ -224,7 +224,7 @@ def _mean_profile(largest: BatchShape, shapes: Sequence[BatchShape]) -> Profile 
             )
             for name in ("seconds", "host_seconds")
         )
-        own: PassProfile = alike[shapes.index(largest)][0]
+        own: PassProfile = getattr(segment, which)
         return replace(own, seconds=seconds, host_seconds=host)
 
     return replace(
@@ -232,15 +232,14 @@ def _mean_profile(largest: BatchShape, shapes: Sequence[BatchShape]) -> Profile 
         segments=tuple(
             replace(
                 segment,
-                forward=mean(segment.signature, "forward"),
-                backward=mean(segment.signature, "backward"),
+                forward=mean(segment, "forward"),
+                backward=mean(segment, "backward"),
             )
             for segment in largest.profile.segments
         ),
     )
 
 
-def _by_place(shape: BatchShape) -> dict[tuple[str, int, int], SegmentProfile]:
+def _by_place(shape: BatchShape) -> dict[SegmentKey, SegmentProfile]:
     """The profile of each segment, by module, call and part."""
-    known = {segment.signature: segment for segment in shape.profile.segments}
-    return {(s.module, s.call, s.part): known[s.signature] for s in shape.model_desc.segments}
+    return {segment.key: shape.profile.of(segment) for segment in shape.model_desc.segments}

@@ -136,16 +136,11 @@ def test_what_osdp_profile_measured_becomes_a_profile(
     found = LayerProfile.load(out)
     assert [time.case.item for time in found.layers] == 2 * [Item.EMBEDDING, Item.LAYER, Item.HEAD]
     desc, profile = ModelDesc.load(folder / "model_desc.json"), Profile.load(folder / "profile.json")
-    whole = sum(
-        profile.by_signature[s.signature].forward.seconds + profile.by_signature[s.signature].backward.seconds
-        for s in desc.segments
-    )
+    whole = sum(profile.of(s).forward.seconds + profile.of(s).backward.seconds for s in desc.segments)
     counts = {Item.EMBEDDING: 1, Item.LAYER: 3, Item.HEAD: 1}
     own = layer_profile(desc, profile, "A10", "gpt2")
     kept = sum(counts[t.case.item] * t.kept_bytes for t in own.layers)
-    assert kept == pytest.approx(
-        sum(profile.by_signature[s.signature].forward.live_bytes for s in desc.segments), rel=0.01
-    )
+    assert kept == pytest.approx(sum(profile.of(s).forward.live_bytes for s in desc.segments), rel=0.01)
     assert all(t.working_bytes > 0 for t in own.layers)
     assert sum(counts[t.case.item] * (t.forward + t.backward) for t in own.layers) == pytest.approx(whole)
     assert own.layers == found.layers[:3]

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.support.memory_oracle import measure_peak
-from osdp.hardware.profile import Profile, SegmentProfile
+from osdp.hardware.profile import OptimizerProfile, Profile, SegmentProfile
 from osdp.model.description import ModelDesc
 from osdp.profiler import segments as segments_module
 from osdp.profiler.block_stubs import OutputTemplate
@@ -28,6 +28,8 @@ from osdp.profiler.segments import cached_batches, profile_batches
 from osdp.profiler.stopwatch import Clock, Instant, Seconds, time_call
 from osdp.profiler.workspace import CpuWorkspace
 from osdp.tracing.loss import scalar_loss
+from osdp.tracing.memory_ledger import TraceMoment
+from osdp.tracing.op_recorder import Recorder
 from osdp.tracing.sample_batch import SampleBatch
 from osdp.tracing.trace import describe
 from tests.helpers.distributed import run
@@ -350,6 +352,34 @@ def test_saved_bytes_are_those_of_the_whole_model() -> None:
         model.train()(sample).sum()
     by_signature = {one.signature: one for one in profile}
     assert sum(by_signature[s.signature].saved_bytes for s in desc.segments) == sum(saved.values())
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", None])
+def test_each_segment_leaves_what_it_leaves_in_the_whole_model(dtype: str | None) -> None:
+    """Llama's norms save their input in float32, and its residuals are freed where these are narrower.
+
+    Where all is float32 the residuals are kept, and those additions that free them looked like the others:
+    the peak of Llama 1B, trained in bfloat16 on a GPU, was predicted 5.7 % too high.
+    """
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        num_hidden_layers=5, hidden_size=32, intermediate_size=64, num_attention_heads=4, vocab_size=64
+    )
+    model, ids = transformers.LlamaForCausalLM(config), torch.randint(64, (2, 24))
+    sample = {"input_ids": ids, "labels": ids}
+    desc, found = _profile(model, sample, param_dtype=dtype)
+    profile = Profile("cpu", 2, found, OptimizerProfile(0.0, 0.0, 0.0), 0, True, desc.fingerprint)
+    narrow = None if dtype is None else torch.bfloat16
+    whole = reduced_model(model, SampleBatch.of(sample), desc, CPU, None, narrow, ())
+    parameters = dict(whole.model.named_parameters())
+    recorder = Recorder(parameters, [*whole.model.buffers(), *whole.batch.tensors])
+    with recorder:
+        places = whole.segments(whole.walk(recorder))
+    truth = recorder.ledger.usage(places)
+    left = [(s.key, profile.of(s).forward.live_bytes) for s in desc.segments]
+    assert left == [(s.key, truth[TraceMoment(False, i)].live_bytes) for i, s in enumerate(desc.segments)]
+    # Additions that free a residual: that of the first block, whose input the model keeps, and four others.
+    assert {len(one.keys) for one in found} == ({0, 1, 4} if dtype else {0})
 
 
 def test_half_the_bits_save_half_the_bytes() -> None:

@@ -29,7 +29,7 @@ def measured_under(plan: Plan, truth: Basis, peak: float | None = None) -> StepM
 
 def _stretches(plan: Plan, truth: Basis, microbatches: int) -> tuple[StretchTime, ...]:
     desc, profile = truth.model_desc, truth.profiles[0]
-    each = [profile.by_signature[segment.signature] for segment in desc.segments]
+    each = [profile.of(segment) for segment in desc.segments]
     again = {i for name in plan.sharding.recomputed for i in desc.block_segments[name]}
     found = []
     for stretch in stretches_of(desc):

@@ -67,7 +67,7 @@ def recreated_bytes(desc: ModelDesc, profile: Profile, flow: Dataflow, movable: 
     allocates in the first stage and frees at its end appear in the profile of the last stage as freed only.
     """
     around = [s for s in desc.segments if not any(is_inside(s.module, module) for module in movable)]
-    freed = sum(max(-profile.by_signature[s.signature].forward.live_bytes, 0) for s in around)
+    freed = sum(max(-profile.of(s).forward.live_bytes, 0) for s in around)
     return flow.remade(profile.local_batch) + freed
 
 
@@ -110,7 +110,7 @@ def _captured(desc: ModelDesc, local_batch: int) -> Floats:
 def _freed_first(desc: ModelDesc, profile: Profile) -> float:
     """Activations of the loss that the first part of a backward frees: its input, and what it made."""
     last = max((index for index, segment in enumerate(desc.segments) if segment.operators), default=0)
-    handed, *after = (profile.by_signature[s.signature].forward.live_bytes for s in desc.segments[last:])
+    handed, *after = (profile.of(s).forward.live_bytes for s in desc.segments[last:])
     scale = profile.local_batch / desc.local_batch
     output = scale * sum(math.prod(o.shape) * DTYPE_BYTES[o.dtype] for o in desc.segments[last].outputs)
     return max(min(handed, output), 0.0) + sum(max(nbytes, 0) for nbytes in after)
@@ -118,7 +118,7 @@ def _freed_first(desc: ModelDesc, profile: Profile) -> float:
 
 def _input_pass(desc: ModelDesc, profile: Profile, timeline: Timeline) -> float:
     """Most bytes that the first part of a backward needs beyond the activations; it frees none of them."""
-    lives = np.array([profile.by_signature[s.signature].forward.live_bytes for s in desc.segments])
+    lives = np.array([profile.of(s).forward.live_bytes for s in desc.segments])
     before = np.cumsum(lives) - np.maximum(lives, 0)
     captured = np.cumsum(_captured(desc, profile.local_batch)[::-1])[::-1]
     return float(np.max(timeline.backward_high - before + captured, initial=0.0))

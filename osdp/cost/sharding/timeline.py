@@ -197,7 +197,7 @@ def build_timeline(model_desc: ModelDesc, profile: Profile, ranks_per_core: int 
             f"the profile lacks {len(missing)} of {len(model_desc.distinct_segments)} distinct segments: it "
             "was made from another model or batch; profile again"
         )
-    found = [profile.by_signature[segment.signature] for segment in model_desc.segments]
+    found = [profile.of(segment) for segment in model_desc.segments]
     forward, backward = [s.forward for s in found], [s.backward for s in found]
     # 1. Live activation bytes before each segment's forward (up) and after each segment's backward (down).
     ups = np.concatenate([[0.0], np.cumsum([p.live_bytes for p in forward])])

@@ -45,7 +45,7 @@ from osdp.profiler.links.machine import (
 )
 from osdp.profiler.links.overlap import OverlapProbe
 from osdp.profiler.links.plan_probe import measure_hooks
-from osdp.profiler.links.timing import WALL_CLOCK, timing_beside
+from osdp.profiler.links.timing import WALL_CLOCK, Timing, timing_beside
 from osdp.text import parse_bytes
 from osdp.torch_private.distributed import backend_of
 
@@ -143,35 +143,13 @@ def _measure_groups(
     seconds: float,
 ) -> DeviceInfo:
     """The devices of several ranks; ``shape`` is nodes and devices per node."""
-    links: list[Link] = []
-    overheads = {}
     world = groups["world"].mesh.get_group()
     if where.type == "cpu":
         keep_freed_memory()
     ranks_per_core = find_ranks_per_core(where, [world])
     contention = measure_contention(where, world, ranks_per_core)
     timing = timing_beside(contention >= FOREIGN_LOAD, on_one_machine(world), ranks_per_core)
-    for name, group in groups.items():
-        attempts = []
-        for _ in range(2):
-            samples = _time_units(
-                group, world, where, sizes, repeats, seconds / len(group.routes), timing.clock
-            )
-            timed = {
-                route: {
-                    nbytes: _slowest(UnitTimes.of(s, timing.typical), world, where)
-                    for nbytes, s in seen.items()
-                }
-                for route, seen in samples.items()
-            }
-            by_route = with_mixed_route(timed)
-            attempts.append((fit_links(name, group.mesh.size(), by_route), by_route))
-            if _worst_residual(attempts[-1][0]) <= DOUBTFUL_RESIDUAL:
-                break
-        # What disturbs an attempt disturbs some sizes: times that fit a line best were disturbed least.
-        fitted, by_route = min(attempts, key=lambda attempt: _worst_residual(attempt[0]))
-        links += fitted
-        overheads[name] = min(times.hooks for seen in by_route.values() for times in seen.values())
+    links, unit_overhead = _measure_links(groups, where, sizes, repeats, seconds, timing)
     nbytes = _affordable_bytes(next(link for link in links if (link.group, link.collective) == _EVERYWHERE))
     probe = OverlapProbe(world, where, nbytes, timing)
     overlap = probe.overlap()
@@ -200,7 +178,7 @@ def _measure_groups(
         overlap=overlap,
         mixed_overlap=min(overlap, mixed),
         compute_overlap=beside_compute,
-        unit_overhead=overheads["world"],
+        unit_overhead=unit_overhead,
         parameter_overhead=parameters,
         gradient_overhead=gradient_hooks,
         pass_overhead=pass_hooks,
@@ -214,6 +192,42 @@ def _measure_groups(
         measured=True,
     )
     return broadcast_object(info, world)  # so that all ranks plan alike
+
+
+def _measure_links(
+    groups: Mapping[str, "_Group"],
+    where: torch.device,
+    sizes: Sequence[int],
+    repeats: int,
+    seconds: float,
+    timing: Timing,
+) -> tuple[list[Link], float]:
+    """The links of all groups, and what a unit over all ranks costs beside its collectives, in seconds."""
+    links: list[Link] = []
+    overheads = {}
+    world = groups["world"].mesh.get_group()
+    for name, group in groups.items():
+        attempts = []
+        for _ in range(2):
+            samples = _time_units(
+                group, world, where, sizes, repeats, seconds / len(group.routes), timing.clock
+            )
+            timed = {
+                route: {
+                    nbytes: _slowest(UnitTimes.of(s, timing.typical), world, where)
+                    for nbytes, s in seen.items()
+                }
+                for route, seen in samples.items()
+            }
+            by_route = with_mixed_route(timed)
+            attempts.append((fit_links(name, group.mesh.size(), by_route), by_route))
+            if _worst_residual(attempts[-1][0]) <= DOUBTFUL_RESIDUAL:
+                break
+        # What disturbs an attempt disturbs some sizes: times that fit a line best were disturbed least.
+        fitted, by_route = min(attempts, key=lambda attempt: _worst_residual(attempt[0]))
+        links += fitted
+        overheads[name] = min(times.hooks for seen in by_route.values() for times in seen.values())
+    return links, overheads["world"]
 
 
 def _lifetime(info: DeviceInfo) -> timedelta:

@@ -108,7 +108,7 @@ class StageSearch:
         self._options = stage_options(options, self._schedule, dims)
         self._segments = segment_bounds(self._desc, flow)
         self._movable = tuple(dict.fromkeys([*(step.module for step in flow.steps), *flow.idle]))
-        found = [candidate.profile.by_signature[s.signature] for s in self._desc.segments]
+        found = [candidate.profile.of(s) for s in self._desc.segments]
         scale = device.ranks_per_core if candidate.profile.measured else 1
         seconds = [
             [scale * (s.forward.seconds + s.backward.seconds) for s in found],

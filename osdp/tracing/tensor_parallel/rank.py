@@ -9,7 +9,7 @@ from torch import nn
 from osdp.model.description import ModelDesc
 from osdp.nn.fake_tensors import FakeTensors
 from osdp.plan.tensor_parallel import TensorParallelPlan
-from osdp.plan.tensor_parallel_rank import Exchange, RankDesc, key, rank_desc
+from osdp.plan.tensor_parallel_rank import Exchange, RankDesc, rank_desc
 from osdp.tracing.failures import forward_failure
 from osdp.tracing.fake_copy import copy_without_weights, on_fake_cpu
 from osdp.tracing.loss import LossFn
@@ -58,7 +58,7 @@ def describe_rank(
 
         intervals, watcher = largest_run(twin, run, lambda found: len(found[0]))
     log.clear()
-    return rank_desc(whole, desc, plan, watcher.by_segment(intervals, {key(s) for s in desc.segments}))
+    return rank_desc(whole, desc, plan, watcher.by_segment(intervals, {s.key for s in desc.segments}))
 
 
 class _Watcher:
