@@ -14,7 +14,6 @@ from torch import nn
 
 from osdp.comm.objects import has_process_group, is_first
 from osdp.plan.plan import Plan
-from osdp.runtime.checkpoint.local_tensors import local_tensors, map_local
 from osdp.text import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -82,9 +81,8 @@ class _HostMemory:
         # A copy that was interrupted, as by Ctrl-C, goes on in its thread.
         self._lock = Lock()
 
-    def copy(self, state: dict[str, Any]) -> dict[str, Any]:
-        """``state`` with copies of its tensors, of DTensors this rank's shards, over those made before."""
-        tensors = list(local_tensors(state))
+    def copy(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Copies of ``tensors``, over those made before."""
         with self._lock:
             if [(t.shape, t.dtype) for t in tensors] != [(t.shape, t.dtype) for t in self._tensors]:
                 self._tensors.clear()  # before there are others
@@ -93,9 +91,7 @@ class _HostMemory:
             if tensors:
                 # In one call: between two, another thread that runs Python would make it wait.
                 torch._foreach_copy_(self._tensors, tensors)
-        copies = iter(self._tensors)
-        copied: dict[str, Any] = map_local(state, lambda _: next(copies))
-        return copied
+            return list(self._tensors)
 
 
 @cache
@@ -109,25 +105,25 @@ def forget_copy(model: nn.Module) -> None:
     _host_memory().pop(model, None)
 
 
-def start_copy(model: nn.Module, state: dict[str, Any]) -> Future[dict[str, Any]]:
-    """Start to copy the tensors of ``state`` to host memory, of DTensors this rank's shards.
+def start_copy(model: nn.Module, tensors: list[torch.Tensor]) -> Future[list[torch.Tensor]]:
+    """Start to copy ``tensors`` to host memory.
 
     On CPUs a thread does it. What is on an accelerator is copied at once, in the order of the stream that is
     current here, which is not that of another thread. No copy of the same model may be in use.
 
     Returns:
-        Of ``state`` with the copies, or of what went wrong.
+        Of the copies, or of what went wrong.
     """
     memory = _host_memory().setdefault(model, _HostMemory())
-    if any(parameter.device.type != "cpu" for parameter in model.parameters()):
-        made: Future[dict[str, Any]] = Future()
+    if any(tensor.device.type != "cpu" for tensor in tensors):
+        made: Future[list[torch.Tensor]] = Future()
         try:
-            made.set_result(memory.copy(state))
+            made.set_result(memory.copy(tensors))
         except Exception as error:  # the other ranks wait
             made.set_exception(error)
         return made
     thread = ThreadPoolExecutor(1, thread_name_prefix="osdp-copy")
-    copying = thread.submit(memory.copy, state)
+    copying = thread.submit(memory.copy, tensors)
     thread.shutdown(wait=False)
     return copying
 
@@ -135,8 +131,9 @@ def start_copy(model: nn.Module, state: dict[str, Any]) -> Future[dict[str, Any]
 def room_fault(model: nn.Module, nbytes: int) -> ValueError | None:
     """What is wrong with a copy of ``nbytes`` if, on CPUs, it exceeds the plan's limit."""
     plan: Plan | None = getattr(model, "plan", None)
-    on_host = all(parameter.device.type == "cpu" for parameter in model.parameters())
-    if plan is None or not on_host or plan.predicted.peak_bytes + nbytes <= plan.memory_limit:
+    if plan is None or plan.predicted.peak_bytes + nbytes <= plan.memory_limit:
+        return None
+    if any(parameter.device.type != "cpu" for parameter in model.parameters()):
         return None
     forget_copy(model)
     return ValueError(

@@ -28,11 +28,6 @@ def local_tensors(value: Any) -> Iterator[torch.Tensor]:
         yield (value.to_local() if isinstance(value, DTensor) else value).detach()
 
 
-def local_bytes(value: Any) -> int:
-    """Bytes of these tensors."""
-    return sum(found.nbytes for found in local_tensors(value))
-
-
 def map_local(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """``value`` with the tensors in it, of DTensors this rank's shards, replaced by ``function``."""
     if isinstance(value, dict):
@@ -90,7 +85,7 @@ def digest(state: dict[str, Any]) -> str:
 
 
 def owned_part(state: dict[str, Any], digests: Sequence[str]) -> dict[str, Any]:
-    """``state`` without the tensors, or shards, that another rank writes.
+    """``state`` without the tensors, or shards, that another rank writes; lists in it are no longer shared.
 
     Args:
         state: What this rank holds.
@@ -98,7 +93,7 @@ def owned_part(state: dict[str, Any], digests: Sequence[str]) -> dict[str, Any]:
             parameters, and some optimizers other states, on other ranks.
     """
     if not has_process_group():
-        return state
+        return _filtered(state, lambda _: True)
     alike = [rank for rank, theirs in enumerate(digests) if theirs == digests[dist.get_rank()]]
     loads: dict[int, list[int]] = {}
 
@@ -143,5 +138,6 @@ def _filtered(state: dict[str, Any], keeps: Callable[[torch.Tensor], bool]) -> d
         if isinstance(value, dict):
             found[name] = _filtered(value, keeps)
         elif not isinstance(value, torch.Tensor) or keeps(value):
-            found[name] = value
+            # An optimizer may change a list while its tensors are written.
+            found[name] = list(value) if type(value) is list else value
     return found

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
-from osdp.comm.objects import gather_objects, is_first
+from osdp.comm.objects import is_first
 from osdp.runtime.checkpoint.background import (
     AsyncSave,
     background_group,
@@ -37,7 +37,13 @@ from osdp.runtime.checkpoint.blocked_states import in_blocks_of, in_one_block
 from osdp.runtime.checkpoint.contents import Verification, read_verified
 from osdp.runtime.checkpoint.folder import NewCheckpoint, describe_failures
 from osdp.runtime.checkpoint.kept import Kept, KeptState
-from osdp.runtime.checkpoint.local_tensors import digest, in_exact_storage, local_bytes, map_local, owned_part
+from osdp.runtime.checkpoint.local_tensors import (
+    digest,
+    in_exact_storage,
+    local_tensors,
+    map_local,
+    owned_part,
+)
 from osdp.runtime.checkpoint.match import require_same
 from osdp.runtime.checkpoint.optimizer_options import (
     are_in_groups,
@@ -51,7 +57,7 @@ from osdp.runtime.checkpoint.restricted import RestrictedPlanner, RestrictedRead
 from osdp.runtime.checkpoint.steps import latest_step, remove_older_steps, step_folder, url_fault
 from osdp.runtime.checkpoint.whole_states import MissingAndUnexpected, send_whole
 from osdp.runtime.module.replaced import Replaced
-from osdp.runtime.ranks.shared_faults import raise_together
+from osdp.runtime.ranks.shared_faults import gather_or_raise, raise_together
 from osdp.runtime.stages import StageLinks
 from osdp.text import format_bytes
 from osdp.torch_private.saving import in_one_process
@@ -214,18 +220,19 @@ def save_async(
     # Two would hold two copies, and each would take what the other writes for what a killed save has left.
     wait_for_saves()
     step, keep_last = options.get("step"), options.get("keep_last")
-    raise_together(url_fault(path))
-    folder = step_folder(path, step, keep_last)
-    steps = Path(path).absolute()
     with _fresh_again(optimizer):
         state = _stored(model, optimizer)
-        mine = owned_part(state, gather_objects(digest(state)))
-        nbytes = local_bytes(mine)
-        raise_together(room_fault(model, nbytes), "nothing was saved")
-        if is_first():
-            logger.info("a copy of this rank's shards takes %s of host memory", format_bytes(nbytes))
-        copying = start_copy(model, mine)
+        mine = owned_part(state, gather_or_raise(url_fault(path), digest(state)))
+        folder = step_folder(path, step, keep_last)
+        steps = Path(path).absolute()
+        tensors = list(local_tensors(mine))
+        nbytes = sum(tensor.nbytes for tensor in tensors)
+        no_room = room_fault(model, nbytes)
+        copying = start_copy(model, [] if no_room else tensors)
         try:
+            raise_together(no_room, "nothing was saved")
+            if is_first():
+                logger.info("a copy of this rank's shards takes %s of host memory", format_bytes(nbytes))
             kept = KeptState.of(
                 options.get("scheduler"),
                 step,
@@ -244,7 +251,8 @@ def save_async(
         except Exception:
             new.discard()
             raise
-        _write(new, copying.result(), kept, group)
+        copies = iter(copying.result())
+        _write(new, map_local(mine, lambda _: next(copies)), kept, group)
         remove_older_steps(steps, keep_last)
 
     return AsyncSave(write)

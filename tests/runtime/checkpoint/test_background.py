@@ -13,7 +13,13 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from osdp.comm.objects import gather_objects
 from osdp.runtime import checkpoint
 from osdp.runtime.checkpoint.background import start_copy
-from osdp.runtime.checkpoint.local_tensors import digest, in_exact_storage, owned_part
+from osdp.runtime.checkpoint.local_tensors import (
+    digest,
+    in_exact_storage,
+    local_tensors,
+    map_local,
+    owned_part,
+)
 from tests.helpers.distributed import run
 from tests.runtime.checkpoint.test_folder import trained
 
@@ -23,10 +29,16 @@ def shards_of(state: dict[str, Any]) -> dict[str, DTensor]:
     return {name: value for name, value in named.items() if isinstance(value, DTensor)}
 
 
+def copied(model: torch.nn.Module, state: dict[str, Any]) -> dict[str, Any]:
+    copies = iter(start_copy(model, list(local_tensors(state))).result())
+    found: dict[str, Any] = map_local(state, lambda _: next(copies))
+    return found
+
+
 def copied_shards() -> None:
     model, optimizer = trained(1)
     state = checkpoint.train_state(model, optimizer)
-    held, copies = shards_of(state), shards_of(start_copy(model, state).result())
+    held, copies = shards_of(state), shards_of(copied(model, state))
     assert held and held.keys() == copies.keys()
     before = {name: value.to_local().clone() for name, value in held.items()}
     for value in held.values():  # of tied parameters more than once
@@ -55,16 +67,16 @@ def tensors_of(state: Any) -> Iterator[tuple[str, torch.Tensor]]:
 def copied_again() -> None:
     model, optimizer = trained(1)
     state = checkpoint.train_state(model, optimizer)
-    first = {name: address(value) for name, value in tensors_of(start_copy(model, state).result())}
+    first = {name: address(value) for name, value in tensors_of(copied(model, state))}
     for value in shards_of(state).values():
         with torch.no_grad():
             value.to_local().add_(1)
-    again = dict(tensors_of(start_copy(model, state).result()))
+    again = dict(tensors_of(copied(model, state)))
     assert {name: address(value) for name, value in again.items()} == first
     for name, value in shards_of(state).items():
-        copied = again[name]
-        assert isinstance(copied, DTensor) and torch.equal(copied.to_local(), value.to_local())
-    weights = start_copy(model, {"model": state["model"]}).result()
+        copy = again[name]
+        assert isinstance(copy, DTensor) and torch.equal(copy.to_local(), value.to_local())
+    weights = copied(model, {"model": state["model"]})
     assert all(torch.equal(value, dict(tensors_of(state))[name]) for name, value in tensors_of(weights))
 
 
