@@ -4,7 +4,7 @@ Rows are models x limits x networks x ranks, drawn by a committed seed so that e
 (:mod:`benchmarks.support.contest.design`); those of the models that nothing was tuned on are marked as held
 back, and summarized by themselves, too. In each row every rival (:mod:`benchmarks.support.contest.rivals`)
 trains the same global batch, cut into microbatches as suits it; those whose true bytes fit the limit are
-timed, and the fastest three compete with OSDP in turns, all of them made anew for every ten rounds. The best
+timed, and the fastest three compete with OSDP in turns, all of them made anew for every five rounds. The best
 of them is chosen on each half of the rounds and compared on the other. Bytes are those of the real process,
 gloo's buffers included (:mod:`benchmarks.support.live_bytes`). Rows of four ranks run two ranks on each core.
 

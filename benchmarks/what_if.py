@@ -88,8 +88,9 @@ def compare(
     for change in changes:
         times = 1 if "ranks" in change else TIMES
         found = [beside_fresh(case, first, mesh, change) for _ in range(times)]
-        # Where nothing fits there is no error, and nothing to choose from.
-        middle = sorted(found, key=lambda row: row.get("time_error", 0.0))[times // 2]
+        fitted = sorted((row for row in found if "time_error" in row), key=lambda row: row["time_error"])
+        others = [row for row in found if "time_error" not in row]
+        middle = fitted[len(fitted) // 2] if len(fitted) > len(others) else others[0]
         rows.append(middle | {"time_errors": [row.get("time_error") for row in found]})
     return rows
 
@@ -166,7 +167,7 @@ def alone(model: nn.Module, model_desc: ModelDesc, training: Training, mesh: Dev
 
 def compute(profile: Profile) -> float:
     """Seconds of all distinct segments."""
-    return sum(each.forward.seconds + each.backward.seconds for each in profile.segments)
+    return sum(each.forward.seconds + each.backward.seconds for each in profile.by_signature.values())
 
 
 def or_none(plan: Callable[..., Plan], *arguments: Any, **options: Any) -> Plan | None:

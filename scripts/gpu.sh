@@ -2,8 +2,7 @@
 # On a machine with one GPU: the tests marked cuda, then memory and time accuracy of full-size models under a fake
 # process group of 8 and 64 ranks (the allocator's real peak), written to benchmarks/results.
 # With --check it is the short way, to see whether what osdp promises holds on this machine: fewer models, and
-# the results stay in a temporary folder, whose name is told. The whole takes about 20 minutes; rows of memory
-# that an ended run has measured are kept.
+# the results stay in a temporary folder, whose name is told. The whole takes about 20 minutes.
 # Uses the torch and transformers that are there and installs nothing.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -36,11 +35,7 @@ else
 fi
 for claim in memory_accuracy time_accuracy; do
     result="$results/${claim}_${machine}_$(date +%Y%m)"
-    resume=()
-    if [ "$claim" = memory_accuracy ] && grep -qs '"complete": false' "$result.json"; then
-        resume=(--resume)
-    fi
-    "$PYTHON" -m "benchmarks.$claim" --device cuda "$@" "${resume[@]}" --json "$result.json" | tee "$result.txt"
+    "$PYTHON" -m "benchmarks.$claim" --device cuda "$@" --json "$result.json" | tee "$result.txt"
     status=${PIPESTATUS[0]}
     {
         echo "# $claim"

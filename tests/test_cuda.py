@@ -34,8 +34,8 @@ def test_every_plan_trains_as_a_single_process_on_a_gpu() -> None:
 
 
 def test_states_in_host_memory_train_as_a_single_process_on_a_gpu() -> None:
-    # torch 2.11's AdamW counts the steps of parameters on the host on the default device, and its foreach
-    # refuses tensors on both; 2.13's counts on the host.
+    # torch 2.11's AdamW counts steps on the default device, and its foreach refuses counts on a GPU beside
+    # parameters on the host; 2.13's counts on the host.
     counts_on_host = torch.__version__ >= (2, 13)
     possible = [case for case in offload_cases(pairs) if counts_on_host or case.optimizer != "AdamW foreach"]
     results = run(2, faults_on_gpu, possible, backend="cpu:gloo,cuda:gloo", timeout=170, fresh=True)

@@ -34,15 +34,22 @@ def part_profile(whole: ModelDesc, profile: Profile, rank: RankDesc) -> Profile:
             "batches; describe and profile again"
         )
     batch = profile.local_batch
-    found: dict[str, SegmentProfile] = {}
     by_key = {segment.key: segment for segment in whole.segments}
+    alike: dict[str, dict[SegmentProfile, list[Segment]]] = {}
     for part in rank.desc.segments:
-        if part.signature not in found:
+        one = by_key.get(part.key)
+        of_one = _UNKNOWN if one is None else profile.of(one)
+        alike.setdefault(part.signature, {}).setdefault(of_one, []).append(part)
+    found = []
+    for groups in alike.values():
+        most, *others = sorted(groups.items(), key=lambda group: len(group[1]), reverse=True)
+        for of_one, parts in (most, *others):
             # A segment that only the part has copies data for its collectives.
-            one = by_key.get(part.key, _idle(part))
-            of_one = profile.of(one) if one.signature else _UNKNOWN
-            found[part.signature] = _part_segment(one, part, of_one, batch)
-    return replace(profile, segments=tuple(found.values()), model=rank.desc.fingerprint)
+            one = by_key.get(parts[0].key, _idle(parts[0]))
+            segment = _part_segment(one, parts[0], of_one, batch)
+            keys = () if parts is most[1] else tuple(part.key for part in parts)
+            found.append(replace(segment, keys=keys))
+    return replace(profile, segments=tuple(found), model=rank.desc.fingerprint)
 
 
 def _idle(segment: Segment) -> Segment:

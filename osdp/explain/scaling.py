@@ -133,6 +133,7 @@ def _scaled_pass(
         gradient_peak_bytes=later(measured.gradient_peak_bytes),
         bucket_peak_bytes=later(measured.bucket_peak_bytes),
         host_seconds=measured.host_seconds,  # as many kernels, whatever their size
+        gradient_bytes=measured.gradient_bytes,
     )
 
 

@@ -37,6 +37,7 @@ class PassProfile:
             may then be copied into a bucket.
         host_seconds: Time the host takes to issue it to an accelerator, which decides where kernels are
             short; 0 where the host computes itself, and where it is not known.
+        gradient_bytes: Bytes of the parameters' gradients that it makes; 0 where they are not known.
     """
 
     seconds: float
@@ -46,6 +47,7 @@ class PassProfile:
     gradient_peak_bytes: int | None = None
     bucket_peak_bytes: int | None = None
     host_seconds: float = 0.0
+    gradient_bytes: int = 0
 
 
 class ProfiledSegment(Protocol):
@@ -71,9 +73,9 @@ class SegmentProfile:
         saved_bytes: Bytes it newly saves for backward, parameters excluded.
         spread: How far the runs that its seconds are medians of differ: half their interquartile range,
             relative to the median; 0 if it was not measured.
-        keys: Those of the segments it is of, where others with the signature take other memory: the
-            description knows what they take in the dtype that the model was traced in, and computed in
-            another one some of them may free what others have to keep. Empty if it is of all others.
+        keys: The segments it holds for; empty for all with the signature that no other profile names.
+            Descriptions know what segments take in the dtype that the model was traced in; computed in
+            another one, some may free what others with the signature have to keep.
     """
 
     signature: str
@@ -159,7 +161,7 @@ class Profile(Savable):
         device: Device kind.
         local_batch: Number of samples the segments were run with.
         segments: One entry per distinct signature of the ModelDesc it was made from, and further ones for
-            segments that take other memory than the first with their signature.
+            segments that take other memory than most with their signature.
         optimizer: Time of the optimizer step.
         resident_bytes: Bytes of buffers and of the sample batch, which are live throughout the step.
         measured: Whether it was measured rather than estimated.
@@ -211,7 +213,7 @@ class Profile(Savable):
 
     @cached_property
     def by_signature(self) -> dict[str, SegmentProfile]:
-        """The segment profiles by signature, without those of some of its segments alone."""
+        """By signature the profile of most of its segments."""
         return {segment.signature: segment for segment in self.segments if not segment.keys}
 
     @cached_property
@@ -224,4 +226,7 @@ class Profile(Savable):
         Raises:
             KeyError: There is none with its signature.
         """
-        return self._by_key.get(segment.key) or self.by_signature[segment.signature]
+        own = self._by_key.get(segment.key)
+        if own is not None and own.signature == segment.signature:
+            return own
+        return self.by_signature[segment.signature]

@@ -42,7 +42,7 @@ class Footprint:
     saved: Mapping[int, int]
 
     def uses(self, index: int) -> tuple[Usage, Usage]:
-        """What a segment uses on fake tensors: it tells apart those that ran and those that did not."""
+        """What a segment uses on fake tensors: those with the same signature that use alike are equal."""
         found = [self.whole.get(TraceMoment(backward, index), _NONE) for backward in (False, True)]
         return found[0], found[1]
 
@@ -76,7 +76,9 @@ def _correct(measured: Usage, whole: Usage, fake: Usage) -> Usage:
     live = measured.live_bytes + whole.live_bytes - fake.live_bytes
     peak = max(measured.peak_bytes + whole.peak_bytes - fake.peak_bytes, live, 0)
     later = zip(measured.later_peaks, whole.later_peaks, fake.later_peaks, strict=True)
-    return Usage(live, peak, *(_correct_peak(*peaks, live, peak) for peaks in later))
+    late, given = (_correct_peak(*peaks, live, peak) for peaks in later)
+    made = measured.gradient_bytes + whole.gradient_bytes - fake.gradient_bytes
+    return Usage(live, peak, late, given, made)
 
 
 def _correct_peak(

@@ -86,7 +86,8 @@ def profile_batches(
         progress: Whether to show a progress bar.
 
     Returns:
-        For each batch one profile per distinct signature, in the order of ``model_desc.distinct_segments``.
+        For each batch the profiles of all distinct segments, as :class:`osdp.hardware.profile.Profile` has
+        them.
 
     Raises:
         ValueError: The model and the description do not belong together, or ``repeats`` is not positive.
@@ -297,7 +298,8 @@ def _average_by_signature(
 ) -> tuple[SegmentProfile, ...]:
     """By signature: mean seconds over its segments that ran, and the highest peaks of those that use alike.
 
-    What these save and leave alive is equal, so it is that of the first.
+    What these leave alive is equal, so it is that of the first. Where none of them ran, the difference to one
+    that did is known from fake tensors; saved bytes are then those of that one.
     """
     ran: dict[str, list[int]] = defaultdict(list)
     alike: dict[str, dict[Any, list[int]]] = defaultdict(lambda: defaultdict(list))
@@ -320,6 +322,7 @@ def _average_by_signature(
             max(usage.peak_bytes for usage in found),
             gradient_peak_bytes=None if None in late else max(late),
             bucket_peak_bytes=None if None in given else max(given),
+            gradient_bytes=found[0].gradient_bytes,
             host_seconds=fmean(time.host for time in times),
         )
 

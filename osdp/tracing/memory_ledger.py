@@ -42,12 +42,14 @@ class Usage:
         gradient_peak_bytes: Peak from the first gradient of a parameter on; ``None`` if it makes none.
         bucket_peak_bytes: Peak from the moment on at which a parameter gets the first gradient; ``None`` if
             none does.
+        gradient_bytes: Bytes of the parameters' gradients that it makes, which are not activations.
     """
 
     live_bytes: int
     peak_bytes: int
     gradient_peak_bytes: int | None = None
     bucket_peak_bytes: int | None = None
+    gradient_bytes: int = 0
 
     @property
     def later_peaks(self) -> tuple[int | None, int | None]:
@@ -132,13 +134,15 @@ class Ledger:
                 continue
             start = starts.setdefault(name, running)
             running += 0 if is_gradient else change
+            made = change if is_gradient else 0
             live, before = running - start, result.get(name, Usage(0, 0))
             late, given = before.gradient_peak_bytes, before.bucket_peak_bytes
             if late is not None or is_gradient:
                 late = live if late is None else max(late, live)
             if given is not None or number == _GIVEN:
                 given = live if given is None else max(given, live)
-            result[name] = Usage(live, max(before.peak_bytes, live), late, given)
+            made += before.gradient_bytes
+            result[name] = Usage(live, max(before.peak_bytes, live), late, given, made)
         return result
 
     def freed_in_forward(self, place: Sequence[int]) -> list[Freed]:

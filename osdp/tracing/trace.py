@@ -7,7 +7,7 @@ depend on the batch are the line through the two.
 import hashlib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -352,7 +352,11 @@ def _signature(segment: _SegmentTrace) -> str:
     Memory is included, since it depends on the neighbours, too: on whether they still need a tensor.
     """
     facts = [
-        (one.tally.digest.hexdigest(), one.tally.saved_bytes, astuple(one.usage))
+        (
+            one.tally.digest.hexdigest(),
+            one.tally.saved_bytes,
+            (one.usage.live_bytes, one.usage.peak_bytes, *one.usage.later_peaks),
+        )
         for one in (segment.forward, segment.backward)
     ]
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]

@@ -11,11 +11,14 @@ from torch.distributed.tensor import DTensor
 from benchmarks.support.memory_oracle import Step, fake_group, measure_peak
 from osdp import OSDP, DeviceInfo, Link, ModelDesc
 from osdp.api import make_plan
+from osdp.cost.tensor_parallel import part_profile
 from osdp.hardware.device_info import COLLECTIVES
 from osdp.hardware.profile import Profile
 from osdp.model.training import Training
 from osdp.plan.dims import ParallelDims
 from osdp.plan.plan import Plan
+from osdp.plan.tensor_parallel import TensorParallelPlan
+from osdp.plan.tensor_parallel_rank import rank_desc
 from osdp.profiler.roofline import estimate
 from osdp.runtime.mesh import parallel_mesh
 from tests.helpers.distributed import run
@@ -128,6 +131,20 @@ def test_fast_links_make_steps_shorter_and_slow_ones_longer() -> None:
     slow = planned("llama", device(latency=1e-2, bandwidth=1e6), ParallelDims(1, 1, 2))
     assert slow.predicted.step_seconds > alone
     assert slow.predicted.communication_seconds > slow.predicted.compute_seconds
+
+
+def test_segments_that_a_profile_tells_apart_are_told_apart_in_its_parts() -> None:
+    """The first of several with a signature stood for all of them in each rank's part."""
+    whole = ModelDesc.from_module(build("llama", VOCABULARY), even_batch_of("llama"))
+    profile = estimate(whole, device(), TRAINING)
+    name = max((s.signature for s in whole.segments), key=[s.signature for s in whole.segments].count)
+    alike = [segment for segment in whole.segments if segment.signature == name]
+    most = profile.by_signature[name]
+    frees = replace(most, forward=replace(most.forward, live_bytes=-1), keys=(alike[0].key, alike[-1].key))
+    profile = replace(profile, segments=(*profile.segments, frees))
+    found = part_profile(whole, profile, rank_desc(whole, whole, TensorParallelPlan("llama", 2, ()), {}))
+    lives = [found.of(segment).forward.live_bytes for segment in alike]
+    assert lives == [-1, *[most.forward.live_bytes] * (len(alike) - 2), -1]
 
 
 def test_links_that_are_unknown_are_named() -> None:

@@ -28,7 +28,7 @@ from osdp.profiler.segments import cached_batches, profile_batches
 from osdp.profiler.stopwatch import Clock, Instant, Seconds, time_call
 from osdp.profiler.workspace import CpuWorkspace
 from osdp.tracing.loss import scalar_loss
-from osdp.tracing.memory_ledger import TraceMoment
+from osdp.tracing.memory_ledger import TraceMoment, Usage
 from osdp.tracing.op_recorder import Recorder
 from osdp.tracing.sample_batch import SampleBatch
 from osdp.tracing.trace import describe
@@ -375,9 +375,15 @@ def test_each_segment_leaves_what_it_leaves_in_the_whole_model(dtype: str | None
     recorder = Recorder(parameters, [*whole.model.buffers(), *whole.batch.tensors])
     with recorder:
         places = whole.segments(whole.walk(recorder))
+    recorder.ledger.book_gradients(parameters.values())
     truth = recorder.ledger.usage(places)
-    left = [(s.key, profile.of(s).forward.live_bytes) for s in desc.segments]
-    assert left == [(s.key, truth[TraceMoment(False, i)].live_bytes) for i, s in enumerate(desc.segments)]
+    for index, segment in enumerate(desc.segments):
+        one = profile.of(segment)
+        for backward, found_pass in ((False, one.forward), (True, one.backward)):
+            wanted = truth.get(TraceMoment(backward, index), Usage(0, 0))
+            bytes_of = (found_pass.live_bytes, found_pass.gradient_bytes)
+            assert bytes_of == (wanted.live_bytes, wanted.gradient_bytes), (segment.key, backward)
+            assert found_pass.peak_bytes >= wanted.peak_bytes, (segment.key, backward)
     # Additions that free a residual: that of the first block, whose input the model keeps, and four others.
     assert {len(one.keys) for one in found} == ({0, 1, 4} if dtype else {0})
 

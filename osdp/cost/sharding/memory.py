@@ -212,8 +212,9 @@ def _not_rerun(view: View) -> Floats:
 def _backward(view: View) -> Floats:
     """Bytes during the compute of a region in backward."""
     activations = view.fixed(view.root.backward.peak, view.region) + view.recomputed_backward()
-    delay = view.problem.arrivals.delay[view.region]
-    running = _running(view, lambda: _made(view, delay), lambda own: _arrived(view, own))
+    arrivals = view.problem.arrivals
+    delay, sum_delay = arrivals.delay[view.region], arrivals.sum_delay[view.region]
+    running = _running(view, lambda: _made(view, delay, sum_delay), lambda own: _arrived(view, own))
     units = view.kept_before() + view.own(running) + view.gradients_after()
     return activations + view.rerun_excess() + units + view.scattered_input() + view.prefetched()
 
@@ -294,18 +295,19 @@ def _arrived(view: View, bucket: Floats) -> Floats:
     return np.asarray(np.where(opens, np.maximum(np.maximum(made, opening), 0.0), found_open))
 
 
-def _made(view: View, delay: Any = 0.0) -> Floats:
+def _made(view: View, delay: Any = 0.0, sum_delay: Any = 0.0) -> Floats:
     """Gradients of the unit inside that exist once the backward of the region runs.
 
     Those of the running operator count by what they add to the highest moment, which is by ``delay`` above
-    the highest with one of them.
+    the highest with one of them, and by ``sum_delay`` above the highest with those that have come, if all
+    are counted.
     """
     units, prefix, operator = view.units, view.problem.costs.gradient, view.region // 2
     start, stop = view.inside(units.start), view.inside(units.stop)
     # Backward runs from the last operator down: those from the running one on have made theirs.
     made = prefix[stop] - prefix[np.minimum(np.maximum(start, operator), stop)]
     running = _gradient_at(view.problem, operator)
-    made = made - np.minimum(running, delay)
+    made = made - np.minimum(running, sum_delay)
     if view.problem.settings.keeps_gradients:
         # Gradients are added in place as they come, and freed then, unless the sum is of another dtype.
         in_place = np.where(view.region % 2, np.maximum(running - delay, 0.0), 0.0)

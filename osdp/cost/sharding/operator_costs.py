@@ -140,7 +140,7 @@ def _cost_in(
             dtype=float,
         ),
         last_gradient=np.array(
-            [[0, *_gradients(op, _computed(op, training))][-1] for op in operators], dtype=float
+            [[0, *gradients_by_parameter(op, _computed(op, training))][-1] for op in operators], dtype=float
         ),
         world_size=world_size,
         model_bytes=model_bytes,
@@ -171,7 +171,8 @@ def _gradient_bytes(parameter: Parameter, training: Training) -> int:
     return parameter.numel * DTYPE_BYTES[training.param_dtype or parameter.dtype]
 
 
-def _gradients(operator: Operator, training: Training) -> list[int]:
+def gradients_by_parameter(operator: Operator, training: Training) -> list[int]:
+    """Gradient bytes of each of its parameters that are trained, as autograd makes them."""
     return [_gradient_bytes(parameter, training) for parameter in _trainable(operator)]
 
 
@@ -259,7 +260,7 @@ def _cast(operator: Operator, world_size: int, training: Training) -> int:
 _COLUMNS: dict[str, Callable[[Operator, int, Training], int]] = {
     "unsharded": _gathered,
     "cast": _cast,
-    "gradient": lambda op, n, training: sum(_gradients(op, training)),
+    "gradient": lambda op, n, training: sum(gradients_by_parameter(op, training)),
     "reduce_input": _reduce_input,
     "shard": lambda op, n, training: sum(_shard_bytes(p, n) for p in op.parameters),
     "gradient_sharded": lambda op, n, training: sum(_shard_bytes(p, n) for p in _trainable(op)),

@@ -17,7 +17,7 @@ from itertools import pairwise
 import numpy as np
 
 from osdp.arrays import Bools, Floats, Ints
-from osdp.cost.sharding.operator_costs import gradients_at_once
+from osdp.cost.sharding.operator_costs import gradients_at_once, gradients_by_parameter
 from osdp.hardware.profile import Profile
 from osdp.model.description import DTYPE_BYTES, ModelDesc, Operator, TensorSpec
 from osdp.model.training import Training
@@ -107,6 +107,8 @@ class Timeline:
         backward_high: Highest activation bytes of each segment's backward, shape ``(S,)``.
         backward_late: The same from its first gradient of a parameter on, shape ``(S,)``.
         backward_given: The same from the moment on at which a parameter has got it, shape ``(S,)``.
+        backward_gradients: Bytes of the parameters' gradients that each segment's backward makes, as far as
+            they are known, shape ``(S,)``.
         bounds: First segment of each region, and the number of segments; length ``2K + 2``.
         forward_start: Activation bytes when operator ``k`` starts its forward, shape ``(K,)``.
         final: Activation bytes left after backward.
@@ -129,6 +131,7 @@ class Timeline:
     backward_high: Floats
     backward_late: Floats
     backward_given: Floats
+    backward_gradients: Floats
     bounds: tuple[int, ...]
     forward_start: Floats
     final: float
@@ -224,6 +227,7 @@ def build_timeline(model_desc: ModelDesc, profile: Profile, ranks_per_core: int 
         backward_high=high,
         backward_late=downs[1:] + np.array(late_peaks),
         backward_given=downs[1:] + np.array(given_peaks),
+        backward_gradients=np.array([float(p.gradient_bytes) for p in backward]),
         bounds=tuple(bounds),
         forward_start=ups[firsts],
         final=float(max(downs[0], 0.0)),
@@ -254,12 +258,15 @@ class GradientArrivals:
     Attributes:
         delay: By how much the highest moment of a region is above the highest with a gradient of its
             operator.
+        sum_delay: By how much it is above the highest with all gradients of its operator, less those that
+            have not come by then.
         in_flight: What gradients that are made at once, on their way into a buffer, add to the latter.
         bucket_delay: By how much it is above the highest with a bucket that the operator has opened.
         into_bucket: What gradients on their way into that bucket add to the latter.
     """
 
     delay: Floats
+    sum_delay: Floats
     in_flight: Floats
     bucket_delay: Floats
     into_bucket: Floats
@@ -272,6 +279,8 @@ def gradient_arrivals(timeline: Timeline, model_desc: ModelDesc, training: Train
     the highest activation of a region may be elsewhere.
     """
     arriving = np.zeros(len(model_desc.segments))
+    # Gradients that a segment's backward begins and ends without.
+    without, lacking = arriving.copy(), arriving.copy()
     late, given = timeline.backward_high.copy(), timeline.backward_high.copy()
     for operator in timeline.chain:
         window = range(operator.first, operator.last + 1)
@@ -281,6 +290,13 @@ def gradient_arrivals(timeline: Timeline, model_desc: ModelDesc, training: Train
         # Backward comes through later segments of the window before: there is no gradient of it yet.
         late[first], given[first] = timeline.backward_late[first], timeline.backward_given[first]
         late[first + 1 : operator.last + 1] = given[first + 1 : operator.last + 1] = EMPTY
+        whole = sum(gradients_by_parameter(operator, training))
+        made = np.cumsum(timeline.backward_gradients[operator.first : operator.last + 1])
+        # If there are more, some are of operators outside the chain, such as a tied one's.
+        if made[-1] <= whole:
+            without[operator.first : first] = made[: first - operator.first]
+            lacking[operator.first + 1 : first + 1] = made[: first - operator.first]
+        without[first : operator.last + 1] = whole
         for module, nbytes in gradients_at_once(operator, training).items():
             users = [i for i in using if model_desc.segments[i].module == module] or using or list(window)
             if len({model_desc.segments[i].call for i in users}) > 1:
@@ -288,11 +304,13 @@ def gradient_arrivals(timeline: Timeline, model_desc: ModelDesc, training: Train
                 users = list(range(users[0], users[-1] + 1))
             arriving[users] = np.maximum(arriving[users], nbytes)
     bounds = timeline.bounds
-    highest, with_gradient, with_bucket = (
-        _region_max(values, bounds) for values in (timeline.backward_high, late, given)
+    so_far = np.maximum(timeline.backward_high - without, late - lacking)
+    highest, with_gradient, with_sum, with_bucket = (
+        _region_max(values, bounds) for values in (timeline.backward_high, late, so_far, given)
     )
     return GradientArrivals(
         delay=highest - with_gradient,
+        sum_delay=highest - with_sum,
         in_flight=_region_max(late + arriving, bounds) - with_gradient,
         bucket_delay=highest - with_bucket,
         into_bucket=_region_max(given + arriving, bounds) - with_bucket,

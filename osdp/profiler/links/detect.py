@@ -149,7 +149,9 @@ def _measure_groups(
     ranks_per_core = find_ranks_per_core(where, [world])
     contention = measure_contention(where, world, ranks_per_core)
     timing = timing_beside(contention >= FOREIGN_LOAD, on_one_machine(world), ranks_per_core)
-    links, unit_overhead = _measure_links(groups, where, sizes, repeats, seconds, timing)
+    links, unit_overhead = _measure_links(
+        groups, where, timing, sizes=sizes, repeats=repeats, seconds=seconds
+    )
     nbytes = _affordable_bytes(next(link for link in links if (link.group, link.collective) == _EVERYWHERE))
     probe = OverlapProbe(world, where, nbytes, timing)
     overlap = probe.overlap()
@@ -197,10 +199,11 @@ def _measure_groups(
 def _measure_links(
     groups: Mapping[str, "_Group"],
     where: torch.device,
+    timing: Timing,
+    *,
     sizes: Sequence[int],
     repeats: int,
     seconds: float,
-    timing: Timing,
 ) -> tuple[list[Link], float]:
     """The links of all groups, and what a unit over all ranks costs beside its collectives, in seconds."""
     links: list[Link] = []

@@ -85,7 +85,7 @@ def digest(state: dict[str, Any]) -> str:
 
 
 def owned_part(state: dict[str, Any], digests: Sequence[str]) -> dict[str, Any]:
-    """``state`` without the tensors, or shards, that another rank writes; lists in it are no longer shared.
+    """``state`` without the tensors, or shards, that another rank writes; it shares no container any more.
 
     Args:
         state: What this rank holds.
@@ -138,6 +138,12 @@ def _filtered(state: dict[str, Any], keeps: Callable[[torch.Tensor], bool]) -> d
         if isinstance(value, dict):
             found[name] = _filtered(value, keeps)
         elif not isinstance(value, torch.Tensor) or keeps(value):
-            # An optimizer may change a list while its tensors are written.
-            found[name] = list(value) if type(value) is list else value
+            found[name] = _unshared(value)
     return found
+
+
+def _unshared(value: Any) -> Any:
+    """``value`` with containers of its own, which training does not change while they are written."""
+    if isinstance(value, dict):
+        return {name: _unshared(inner) for name, inner in value.items()}
+    return type(value)(map(_unshared, value)) if type(value) in (list, tuple) else value

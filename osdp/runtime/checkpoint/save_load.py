@@ -227,12 +227,11 @@ def save_async(
         steps = Path(path).absolute()
         tensors = list(local_tensors(mine))
         nbytes = sum(tensor.nbytes for tensor in tensors)
-        no_room = room_fault(model, nbytes)
-        copying = start_copy(model, [] if no_room else tensors)
+        raise_together(room_fault(model, nbytes), "nothing was saved")
+        if is_first():
+            logger.info("a copy of this rank's shards takes %s of host memory", format_bytes(nbytes))
+        copying = start_copy(model, tensors)
         try:
-            raise_together(no_room, "nothing was saved")
-            if is_first():
-                logger.info("a copy of this rank's shards takes %s of host memory", format_bytes(nbytes))
             kept = KeptState.of(
                 options.get("scheduler"),
                 step,
@@ -244,15 +243,23 @@ def save_async(
         finally:
             fault = copying.exception()  # it was made while ranks agreed
     group = background_group()
+    # Laying the copies out takes as long as a tenth of the copy. What they are of is not held after that.
+    held = [mine]
 
     def write() -> None:
+        failed, laid_out = fault, {}
         try:
-            raise_together(fault, f"no checkpoint was saved at {folder}", group)
+            if failed is None:
+                copies = iter(copying.result())
+                laid_out = map_local(held.pop(), lambda _: next(copies))
+        except Exception as error:  # the other ranks wait
+            failed = error
+        try:
+            raise_together(failed, f"no checkpoint was saved at {folder}", group)
         except Exception:
             new.discard()
             raise
-        copies = iter(copying.result())
-        _write(new, map_local(mine, lambda _: next(copies)), kept, group)
+        _write(new, laid_out, kept, group)
         remove_older_steps(steps, keep_last)
 
     return AsyncSave(write)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from osdp.comm.objects import gather_objects
 from osdp.runtime import checkpoint
+from osdp.runtime.checkpoint import save_load
 from osdp.runtime.checkpoint.background import start_copy
 from osdp.runtime.checkpoint.local_tensors import (
     digest,
@@ -152,6 +154,59 @@ def failed_copy(path: str) -> None:
     assert not list(Path(path).iterdir())
     checkpoint.save_async(path, model, optimizer).wait()
     checkpoint.load(path, model, optimizer)
+
+
+def not_laid_out(path: str) -> None:
+    model, optimizer = trained(1)
+    with pytest.MonkeyPatch.context() as patched:
+        if dist.get_rank() == 1:
+            patched.setattr(save_load, "map_local", out_of_memory)
+        saving = checkpoint.save_async(path, model, optimizer)
+        with pytest.raises(RuntimeError, match=r"no checkpoint was saved at .*rank 1: .*out of memory"):
+            saving.wait()
+    dist.barrier()  # until rank 0 has tidied up
+    assert not list(Path(path).iterdir())
+
+
+def test_copies_that_cannot_be_laid_out_fail_the_save_on_all_ranks(tmp_path: Path) -> None:
+    run(2, not_laid_out, str(tmp_path / "failed"))
+
+
+class WithState(torch.nn.Linear):
+    """Its state beside its parameters is in containers that it changes."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 2)
+        self.queue = [torch.ones(2), torch.zeros(3)]
+
+    def get_extra_state(self) -> Any:
+        return {"queues": (self.queue,)}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.queue = state["queues"][0]
+
+
+def test_what_changes_while_it_is_written_is_written_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # With fewer tensors than were copied, those of one name were written under the next.
+    model, started = WithState(), Event()
+    weights, write = model.weight.detach().clone(), save_load.map_local
+
+    def later(*arguments: Any) -> Any:
+        assert started.wait(30)
+        return write(*arguments)
+
+    monkeypatch.setattr(save_load, "map_local", later)
+    saving = checkpoint.save_async(tmp_path / "changed", model)
+    model.queue.pop(0)
+    with torch.no_grad():
+        model.weight.zero_()
+    started.set()
+    saving.wait()
+    checkpoint.load(tmp_path / "changed", other := WithState())
+    assert torch.equal(other.weight, weights)
+    assert [tensor.tolist() for tensor in other.queue] == [[1, 1], [0, 0, 0]]
 
 
 def out_of_memory(*_: Any, **__: Any) -> torch.Tensor:
