@@ -222,12 +222,12 @@ def _limits(rebuilt: Rebuilt, gains: _Gains) -> str:
     compute = outcome.compute_seconds + outcome.optimizer_seconds
     waiting = max(outcome.seconds - compute, 0.0)
     free = plan.memory_limit - outcome.peak
-    told = (
-        f"compute takes {compute / outcome.seconds:.0%} of a step, and waiting for communication "
-        f"{format_seconds(waiting)} ({waiting / outcome.seconds:.0%})"
-    )
+    parts = {"compute": gains.compute, "communication": gains.links, "the optimizer": gains.optimizer}
+    first, *others = sorted(parts, key=lambda name: -parts[name])
+    rest = ", ".join(f"{name} twice as fast {parts[name]:.0%}" for name in others)
     return (
-        f"{told}; with compute twice as fast there would be {gains.compute:.0%} more throughput, with "
-        f"communication twice as fast {gains.links:.0%}; {format_bytes(max(free, 0))} of the limit are free "
-        "at the peak"
+        f"{first}: if it were twice as fast, there would be {parts[first]:.0%} more throughput ({rest}); of "
+        f"a step compute and the optimizer take {compute / outcome.seconds:.0%}, waiting for communication "
+        f"{format_seconds(waiting)} ({waiting / outcome.seconds:.0%}); {format_bytes(max(free, 0))} of the "
+        "limit are free at the peak"
     )

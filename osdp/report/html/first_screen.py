@@ -79,7 +79,8 @@ def first_screen(report: PlanReport) -> str:
         ("What limits it?", _limits(report)),
         (
             "How sure is this?",
-            f"<b>{proven}</b>{among}; times are {sure}, memory follows the tensors of a traced step",
+            f"<b>{proven}</b>{among}, at this batch and limit; times are {sure}, memory follows the tensors "
+            "of a traced step",
         ),
     ]
     if report.measured is not None:
@@ -119,7 +120,12 @@ def _limits(report: PlanReport) -> str:
     else:
         told = f"if it were twice as fast, there would be {gains[first]:.0%} more throughput"
     rest = ", ".join(f"{name} twice as fast: {gains[name]:.0%}" for name in others)
-    return f"<b>{first}</b>{told} ({rest}){memory}. Of a step: {shares}"
+    # What limits a step need not be what takes most of it.
+    hidden = first == "communication" and "compute" in others
+    beside = (
+        ". Other communication goes on beside compute, which would wait for it if it were faster" * hidden
+    )
+    return f"<b>{first}</b>{told} ({rest}){memory}. Of a step: {shares}{beside}"
 
 
 def _gained(gain: float) -> str:

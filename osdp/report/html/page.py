@@ -1,5 +1,6 @@
 """The page of a plan: on the first screen what was decided, whether it fits, how fast it is and why."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from html import escape
@@ -9,7 +10,7 @@ from osdp.plan.explanation import Frontier, PlanReport, UnitExplanation
 from osdp.plan.plan import Plan
 from osdp.report.html.charts import Chart, frontier_chart, memory_chart, schedule_chart, time_chart
 from osdp.report.html.document import chart, html_document, style, table
-from osdp.report.html.first_screen import NO_TIME, first_screen
+from osdp.report.html.first_screen import MODES, NO_TIME, first_screen
 from osdp.report.plan_table import compress
 from osdp.text import format_bytes, format_seconds
 
@@ -81,8 +82,19 @@ def _decisions(units: Sequence[UnitExplanation], report: PlanReport) -> str:
     )  # fmt: skip
     return (
         "<p>Layers that are gathered and reduced together are one unit. Units are in the order in which they "
-        "run; neighbours that are alike share a row. Click a column to sort.</p>" + table(heads, rows)
+        f"run; neighbours that are alike share a row. Click a column to sort.{_not_chosen(units)}</p>"
+        + table(heads, rows)
     )
+
+
+def _not_chosen(units: Sequence[UnitExplanation]) -> str:
+    """What the modes mean that are alternatives alone: the first screen tells what the others do."""
+    chosen = {word for unit in units for word in re.findall(r"\w+", unit.choice)}
+    named = {
+        word for unit in units for other in unit.alternatives for word in re.findall(r"\w+", other.choice)
+    }
+    told = [f" {mode}: {escape(meaning)}." for mode, (meaning, _) in MODES.items() if mode in named - chosen]
+    return "".join(told)
 
 
 def _alike(units: Sequence[UnitExplanation]) -> list[tuple[int, list[UnitExplanation]]]:
