@@ -257,7 +257,7 @@ def whatif(
     microbatches: Annotated[int | None, typer.Option(min=1, help="microbatches per step")] = None,
     ranks: Annotated[int | None, typer.Option(min=1, help="data-parallel ranks")] = None,
     optimizer: Annotated[str | None, typer.Option(help="a class in torch.optim")] = None,
-    out: Annotated[Path | None, typer.Option(help="also save the new plan")] = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="also save the new plan")] = None,
     page: _Page = None,
     as_json: _Json = False,
 ) -> None:

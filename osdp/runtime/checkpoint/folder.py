@@ -36,6 +36,7 @@ from osdp.runtime.checkpoint.manifest import (
     FileSums,
     RunningSums,
     SummedFile,
+    submitted,
     write_manifest,
 )
 from osdp.runtime.ranks.shared_faults import by_ranks, raise_together
@@ -211,7 +212,8 @@ class CheckpointWriter(FileSystemWriter):
         kept = (self._folder / name for name in self._sums if name.endswith(".pt"))
         files = [path, self._folder / manifest, *kept, self._folder]
         with ThreadPoolExecutor(len(files), thread_name_prefix="osdp-sync") as syncing:
-            list(syncing.map(sync, files))
+            for each in [submitted(syncing, sync, file) for file in files]:
+                each.result()
 
 
 class _Publishing(FileSystem):

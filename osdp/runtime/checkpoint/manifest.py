@@ -10,13 +10,15 @@ import hashlib
 import io
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from osdp.errors import AlteredCheckpointError
+
+T = TypeVar("T")
 
 try:
     from isal.isal_zlib import crc32  # the same: 26 instead of 4 GB/s (AMD EPYC, 2026-11)
@@ -103,7 +105,7 @@ class _SummedBytes(io.FileIO):
         self.sums.add(part[:written])
         if self.sums.nbytes // _SYNCED > before // _SYNCED:
             # The disk begins while the rest is summed and copied: the sync at the end has less to wait for.
-            self._syncs.append(self._syncing.submit(os.fsync, self.fileno()))
+            self._syncs.append(submitted(self._syncing, os.fsync, self.fileno()))
         return written
 
     def close(self) -> None:
@@ -117,6 +119,20 @@ class _SummedBytes(io.FileIO):
         syncs, self._syncs = self._syncs, []
         for sync in syncs:
             sync.result()
+
+
+def submitted(pool: ThreadPoolExecutor, call: Callable[[T], None], argument: T) -> Future[None]:
+    """What a thread makes of a call; at the end of the program, when pools take no more, this one."""
+    try:
+        return pool.submit(call, argument)
+    except RuntimeError:  # a last save in the background is still written
+        done: Future[None] = Future()
+        try:
+            call(argument)
+            done.set_result(None)
+        except OSError as error:
+            done.set_exception(error)
+        return done
 
 
 def manifest_name(metadata: bytes) -> str:

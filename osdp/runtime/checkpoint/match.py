@@ -42,7 +42,8 @@ def require_same(
     stray = [name for name in saved if _concerns(name, own) and not own.keys() & _prefixes(name)]
     # A name unknown to one stage may belong to another: unexpected are those unknown to all.
     nowhere = set.intersection(*map(set, gather_objects(stray)))
-    missing = [name for name in own if name not in known]
+    # Of an empty container there is nothing to write.
+    missing = [name for name, value in own.items() if name not in known and not _is_empty(value)]
     shapes = []
     for name, value in own.items():
         entry = saved.get(name)
@@ -56,6 +57,10 @@ def require_same(
     faults += [_few(mixed)] if mixed else []
     fault = ValueError("; ".join(faults)) if faults else None
     raise_together(fault, f"{path} is a checkpoint of another model or optimizer; nothing was loaded")
+
+
+def _is_empty(value: Any) -> bool:
+    return isinstance(value, (dict, list, tuple)) and not value
 
 
 def _concerns(name: str, own: Mapping[str, Any]) -> bool:

@@ -1,5 +1,7 @@
 """What a save in the background copies before training goes on."""
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from threading import Event
@@ -180,10 +182,10 @@ class WithState(torch.nn.Linear):
         self.queue = [torch.ones(2), torch.zeros(3)]
 
     def get_extra_state(self) -> Any:
-        return {"queues": (self.queue,)}
+        return {"queues": (self.queue,)} if self.queue else {}
 
     def set_extra_state(self, state: Any) -> None:
-        self.queue = state["queues"][0]
+        self.queue = state["queues"][0] if state else []
 
 
 def test_what_changes_while_it_is_written_is_written_as_it_was(
@@ -207,6 +209,35 @@ def test_what_changes_while_it_is_written_is_written_as_it_was(
     checkpoint.load(tmp_path / "changed", other := WithState())
     assert torch.equal(other.weight, weights)
     assert [tensor.tolist() for tensor in other.queue] == [[1, 1], [0, 0, 0]]
+
+
+LAST_WORDS = """
+import sys
+import torch
+from osdp.runtime import checkpoint
+model = torch.nn.Linear(3, 2)
+torch.nn.init.ones_(model.weight)
+checkpoint.save_async(sys.argv[1], model)
+"""
+
+
+def test_a_program_that_ends_writes_its_last_save(tmp_path: Path) -> None:
+    # At its end no pool of threads takes another task: files were not synced, and nothing was published.
+    command = [sys.executable, "-c", LAST_WORDS, str(tmp_path / "last")]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert "was not saved" not in ended.stderr
+    checkpoint.load(tmp_path / "last", model := torch.nn.Linear(3, 2))
+    assert torch.equal(model.weight, torch.ones(2, 3))
+
+
+def test_state_that_is_empty_is_loaded(tmp_path: Path) -> None:
+    # There is nothing of it to write, and it was said to be missing.
+    model, other = WithState(), WithState()
+    model.queue, other.queue = [], []
+    checkpoint.save(tmp_path / "empty", model)
+    checkpoint.load(tmp_path / "empty", other)
+    assert torch.equal(other.weight, model.weight)
+    assert other.queue == []
 
 
 def out_of_memory(*_: Any, **__: Any) -> torch.Tensor:
