@@ -2,7 +2,7 @@
 # On a machine with one GPU: the tests marked cuda, then memory and time accuracy of full-size models under a fake
 # process group of 8 and 64 ranks (the allocator's real peak), written to benchmarks/results.
 # With --check it is the short way, to see whether what osdp promises holds on this machine: fewer models, and
-# the results stay in a temporary folder, whose name is told. The whole takes about 20 minutes.
+# the results stay in a temporary folder, whose name is told.
 # Uses the torch and transformers that are there and installs nothing.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

@@ -243,7 +243,7 @@ def save_async(
         finally:
             fault = copying.exception()  # it was made while ranks agreed
     group = background_group()
-    # Laying the copies out takes as long as a tenth of the copy. What they are of is not held after that.
+    # Training does not wait until the copies are laid out. What they are of is not held after that.
     held = [mine]
 
     def write() -> None:
