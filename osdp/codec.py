@@ -12,6 +12,7 @@ import math
 import os
 import types
 import typing
+from collections.abc import Callable, Hashable
 from enum import Enum
 from pathlib import Path
 from typing import Any, NoReturn, Self, TypeVar
@@ -46,7 +47,10 @@ def from_json(kind: type[T], text: str) -> T:
         plain = parse_json(text)
     except ValueError as error:
         raise ValueError(f"not a {kind.__name__}: {error}") from error
-    return typing.cast(T, _decode(kind, plain, kind.__name__))
+    try:
+        return typing.cast(T, _decoder_of(typing.cast(Hashable, kind))(plain))
+    except _MisfitError as error:
+        raise ValueError(f"{kind.__name__}{error.place}{error.text}") from None
 
 
 def save(value: Any, path: str | Path) -> None:
@@ -177,82 +181,149 @@ def _encode(value: Any) -> Any:
     raise TypeError(f"a {type(value).__name__} has no JSON form here")
 
 
-def _decode(kind: Any, plain: Any, where: str) -> Any:
-    origin = typing.get_origin(kind)
-    if origin in (types.UnionType, typing.Union):
-        return _decode_union(kind, plain, where)
-    if dataclasses.is_dataclass(kind):
-        return _decode_dataclass(typing.cast(type, kind), plain, where)
-    if origin is tuple:
-        return _decode_tuple(kind, plain, where)
-    if origin is dict:
-        _expect(isinstance(plain, dict), "an object", plain, where)
-        item = typing.get_args(kind)[1]
-        return {key: _decode(item, value, f"{where}.{_field_name(key)}") for key, value in plain.items()}
-    if isinstance(kind, type) and issubclass(kind, Enum):
-        names = ", ".join(str(member.value) for member in kind)
-        _expect(plain in [member.value for member in kind], f"one of {names}", plain, where)
-        return kind(plain)
-    if kind is float:
-        _expect(isinstance(plain, (int, float)) and not isinstance(plain, bool), "a number", plain, where)
-        _expect(math.isfinite(plain), "a finite number", plain, where)
-        return float(plain)
-    matches = isinstance(plain, kind) and (kind is bool or not isinstance(plain, bool))
-    _expect(matches, f"a {kind.__name__}", plain, where)
-    return plain
+class _MisfitError(ValueError):
+    """Contents that do not fit the wanted type; ``place`` is completed on the way out of the containers."""
 
+    def __init__(self, text: str, place: str = "") -> None:
+        super().__init__(text)
+        self.text, self.place = text, place
 
-def _decode_union(kind: Any, plain: Any, where: str) -> Any:
-    members = typing.get_args(kind)
-    if plain is None and type(None) in members:
-        return None
-    (only,) = [member for member in members if member is not type(None)]
-    return _decode(only, plain, where)
-
-
-def _decode_dataclass(kind: type, plain: Any, where: str) -> Any:
-    _expect(isinstance(plain, dict), "an object", plain, where)
-    hints, fields = _fields_of(kind)
-    if "version" in fields and plain.get("version") not in (None, fields["version"].default):
-        # Checked first: fields of another version would otherwise be reported as unknown.
-        supported = fields["version"].default
-        raise ValueError(
-            f"{where}: format {quote(plain['version'])} is not the supported {supported}; create it again"
-        )
-    unknown = sorted(set(plain) - set(fields))
-    missing = sorted(
-        name
-        for name, field in fields.items()
-        if name not in plain
-        and field.default is dataclasses.MISSING
-        and field.default_factory is dataclasses.MISSING
-    )
-    if unknown or missing:
-        raise ValueError(f"{where}: unknown fields {quote(unknown)}, missing fields {quote(missing)}")
-    return kind(**{name: _decode(hints[name], item, f"{where}.{name}") for name, item in plain.items()})
+    def inside(self, outer: str) -> Self:
+        self.place = outer + self.place
+        return self
 
 
 @functools.cache
-def _fields_of(kind: type) -> tuple[dict[str, Any], "dict[str, dataclasses.Field[Any]]"]:
-    """Types and fields of a dataclass, which take longer to look up than a value takes to read."""
-    return typing.get_type_hints(kind), {field.name: field for field in dataclasses.fields(kind)}
+def _decoder_of(kind: Any) -> Callable[[Any], Any]:
+    """The function that checks plain JSON and turns it into a ``kind``."""
+    origin = typing.get_origin(kind)
+    if origin in (types.UnionType, typing.Union):
+        return _union_decoder(kind)
+    if dataclasses.is_dataclass(kind):
+        return functools.partial(_decode_dataclass, typing.cast(type, kind))
+    if origin is tuple:
+        return _tuple_decoder(typing.get_args(kind))
+    if origin is dict:
+        return _dict_decoder(typing.get_args(kind)[1])
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return _enum_decoder(kind)
+    if kind is float:
+        return _decode_float
+    return _plain_decoder(kind)
 
 
-def _decode_tuple(kind: Any, plain: Any, where: str) -> Any:
-    _expect(isinstance(plain, list), "a list", plain, where)
-    items = typing.get_args(kind)
-    if len(items) == 2 and items[1] is Ellipsis:
-        return tuple(_decode(items[0], item, f"{where}[{i}]") for i, item in enumerate(plain))
-    _expect(len(plain) == len(items), f"a list of {len(items)}", plain, where)
-    return tuple(
-        _decode(item, value, f"{where}[{i}]")
-        for i, (item, value) in enumerate(zip(items, plain, strict=True))
+def _decode_float(plain: Any) -> float:
+    _expect(isinstance(plain, (int, float)) and not isinstance(plain, bool), "a number", plain)
+    _expect(math.isfinite(plain), "a finite number", plain)
+    return float(plain)
+
+
+def _plain_decoder(kind: type) -> Callable[[Any], Any]:
+    wanted = f"a {kind.__name__}"
+
+    def decode(plain: Any) -> Any:
+        matches = isinstance(plain, kind) and (kind is bool or not isinstance(plain, bool))
+        _expect(matches, wanted, plain)
+        return plain
+
+    return decode
+
+
+def _enum_decoder(kind: type[Enum]) -> Callable[[Any], Any]:
+    members = {member.value: member for member in kind}
+    wanted = f"one of {', '.join(map(str, members))}"
+
+    def decode(plain: Any) -> Enum:
+        known = isinstance(plain, (str, int)) and plain in members
+        _expect(known, wanted, plain)
+        return members[plain]
+
+    return decode
+
+
+def _union_decoder(kind: Any) -> Callable[[Any], Any]:
+    members = typing.get_args(kind)
+    (only,) = [member for member in members if member is not type(None)]
+    decode_only, optional = _decoder_of(only), type(None) in members
+
+    def decode(plain: Any) -> Any:
+        return None if plain is None and optional else decode_only(plain)
+
+    return decode
+
+
+def _dict_decoder(kind: Any) -> Callable[[Any], Any]:
+    decode_item = _decoder_of(kind)
+
+    def decode(plain: Any) -> dict[str, Any]:
+        _expect(isinstance(plain, dict), "an object", plain)
+        found, key = {}, ""
+        try:
+            for key, item in plain.items():
+                found[key] = decode_item(item)
+        except _MisfitError as error:
+            raise error.inside(f".{_field_name(key)}") from None
+        return found
+
+    return decode
+
+
+def _tuple_decoder(items: tuple[Any, ...]) -> Callable[[Any], Any]:
+    repeated = len(items) == 2 and items[1] is Ellipsis
+    decoders = [_decoder_of(item) for item in items if item is not Ellipsis]
+
+    def decode(plain: Any) -> tuple[Any, ...]:
+        _expect(isinstance(plain, list), "a list", plain)
+        _expect(repeated or len(plain) == len(items), f"a list of {len(items)}", plain)
+        found: list[Any] = []
+        try:
+            for decode_item, item in zip(decoders * len(plain) if repeated else decoders, plain, strict=True):
+                found.append(decode_item(item))  # not a comprehension: its length is the place of an error
+        except _MisfitError as error:
+            raise error.inside(f"[{len(found)}]") from None
+        return tuple(found)
+
+    return decode
+
+
+def _decode_dataclass(kind: type, plain: Any) -> Any:
+    _expect(isinstance(plain, dict), "an object", plain)
+    decoders, fields, required = _fields_of(kind)
+    if "version" in fields and plain.get("version") not in (None, fields["version"].default):
+        # Checked first: fields of another version would otherwise be reported as unknown.
+        supported = fields["version"].default
+        raise _MisfitError(
+            f": format {quote(plain['version'])} is not the supported {supported}; create it again"
+        )
+    if not (required <= plain.keys() <= fields.keys()):
+        unknown, missing = sorted(plain.keys() - fields.keys()), sorted(required - plain.keys())
+        raise _MisfitError(f": unknown fields {quote(unknown)}, missing fields {quote(missing)}")
+    found, name = {}, ""
+    try:
+        for name, item in plain.items():
+            found[name] = decoders[name](item)
+    except _MisfitError as error:
+        raise error.inside(f".{name}") from None
+    return kind(**found)
+
+
+@functools.cache
+def _fields_of(
+    kind: type,
+) -> "tuple[dict[str, Callable[[Any], Any]], dict[str, dataclasses.Field[Any]], frozenset[str]]":
+    """Decoders, fields and names of the required fields of a dataclass."""
+    hints, fields = typing.get_type_hints(kind), {field.name: field for field in dataclasses.fields(kind)}
+    required = frozenset(
+        name
+        for name, field in fields.items()
+        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
     )
+    return {name: _decoder_of(hints[name]) for name in fields}, fields, required
 
 
-def _expect(holds: bool, wanted: str, got: Any, where: str) -> None:
+def _expect(holds: bool, wanted: str, got: Any) -> None:
     if not holds:
-        raise ValueError(f"{where} must be {wanted}, got {quote(got)}")
+        raise _MisfitError(f" must be {wanted}, got {quote(got)}")
 
 
 def _field_name(key: str) -> str:

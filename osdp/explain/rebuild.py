@@ -1,10 +1,11 @@
 """The problem that a plan solved, built again from its basis."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from osdp.cost.evaluate import solution_of
-from osdp.cost.sharding.problem import ShardingProblem, build_problem
+from osdp.cost.sharding.problem import ShardingProblem, build_problem, with_links
 from osdp.cost.sharding.solution import ShardingSolution
+from osdp.hardware.device_info import DeviceInfo
 from osdp.plan.basis import Basis
 from osdp.plan.plan import Plan
 
@@ -65,5 +66,15 @@ def rebuild_with(plan: Plan, basis: Basis) -> Rebuilt:
     problem = build_problem(
         basis.model_desc, profile, basis.device, plan.training, reduce_each=plan.reduce_each_microbatch
     )
+    return _placed(plan, basis, problem)
+
+
+def rebuild_with_links(rebuilt: Rebuilt, device: DeviceInfo) -> Rebuilt:
+    """The same units on the same devices with other times of the same links."""
+    basis = replace(rebuilt.basis, device=device)
+    return _placed(rebuilt.plan, basis, with_links(rebuilt.problem, device))
+
+
+def _placed(plan: Plan, basis: Basis, problem: ShardingProblem) -> Rebuilt:
     problem, solution = solution_of(problem, plan.sharding)
     return Rebuilt(plan, basis, problem, solution)

@@ -8,7 +8,7 @@ from functools import cached_property
 from osdp.cost.sharding.problem import RootUnitCost
 from osdp.cost.sharding.simulate import StepEstimate, simulate_units
 from osdp.cost.sharding.solution import solution_root
-from osdp.explain.rebuild import Rebuilt, rebuild, rebuild_with
+from osdp.explain.rebuild import Rebuilt, rebuild, rebuild_with, rebuild_with_links
 from osdp.explain.scaling import device_with_faster_links, profile_at_batch, profile_with_faster_compute
 from osdp.hardware.device_info import DeviceInfo
 from osdp.plan.basis import Basis
@@ -116,8 +116,9 @@ def _alternatives(
 
 @dataclass(frozen=True)
 class _Setting:
-    """Another setting: its words, and the problem under it."""
+    """Another setting: its kind, its words, and the problem under it."""
 
+    kind: str
     words: str
     rebuilt: Rebuilt
 
@@ -146,9 +147,8 @@ def _chosen_if(
         yield f"a limit below {format_bytes(chosen.peak)}"
     seen: set[str] = set()
     for setting in settings:
-        kind = setting.words.rpartition(" ")[2]
-        if kind not in seen and setting.prefers(units, limit):
-            seen.add(kind)
+        if setting.kind not in seen and setting.prefers(units, limit):
+            seen.add(setting.kind)
             yield setting.words
 
 
@@ -160,12 +160,13 @@ def _settings(rebuilt: Rebuilt) -> list[_Setting]:
         for factor in sorted(_FACTORS, key=lambda each: abs(math.log(each))):
             words = f"{factor:g} times the bandwidth" if factor > 1 else f"1/{1 / factor:g} of the bandwidth"
             device = _with_bandwidths(basis.device, factor)
-            found.append(_Setting(words, rebuild_with(plan, replace(basis, device=device))))
+            found.append(_Setting("bandwidth", words, rebuild_with_links(rebuilt, device)))
     if basis.model_desc.batch_is_free:
         for factor in sorted(_BATCHES, key=lambda each: abs(math.log(each))):
             batch = plan.local_batch * factor
             if batch >= 1 and batch == int(batch):
-                found.append(_Setting(f"a local batch of {batch:g}", _at_batch(plan, basis, int(batch))))
+                words = f"a local batch of {batch:g}"
+                found.append(_Setting("batch", words, _at_batch(plan, basis, int(batch))))
     return found
 
 
@@ -206,13 +207,13 @@ class _Gains:
 def _gains(rebuilt: Rebuilt) -> _Gains:
     basis, outcome = rebuilt.basis, rebuilt.solution.outcome
 
-    def gain(faster: Basis) -> float:
-        return outcome.seconds / rebuild_with(rebuilt.plan, faster).solution.outcome.seconds - 1
+    def gain(faster: Rebuilt) -> float:
+        return outcome.seconds / faster.solution.outcome.seconds - 1
 
     profiles = tuple(profile_with_faster_compute(profile, 2) for profile in basis.profiles)
     return _Gains(
-        compute=gain(replace(basis, profiles=profiles)),
-        links=gain(replace(basis, device=device_with_faster_links(basis.device, 2))),
+        compute=gain(rebuild_with(rebuilt.plan, replace(basis, profiles=profiles))),
+        links=gain(rebuild_with_links(rebuilt, device_with_faster_links(basis.device, 2))),
         optimizer=1 / (1 - outcome.optimizer_seconds / outcome.seconds / 2) - 1,
     )
 

@@ -226,14 +226,20 @@ def build_problem(
 
 def with_links(problem: ShardingProblem, device: DeviceInfo) -> ShardingProblem:
     """The same step on the same devices with other times of the same links."""
-    first, *others = (
-        replace(costs, shard_group=group, others=())
-        for costs, group in zip(problem.costs.by_group, shard_groups_of(device), strict=True)
-    )
+    if problem.training.matrix_optimizer is not None:
+        # Its steps send matrices.
+        moved = replace(problem, device=device)
+        costs = _costs_of(moved, problem.timeline.chain)
+    else:
+        first, *others = (
+            replace(costs, shard_group=group, others=())
+            for costs, group in zip(problem.costs.by_group, shard_groups_of(device), strict=True)
+        )
+        costs = replace(first, others=tuple(others))
     return replace(
         problem,
         device=device,
-        costs=replace(first, others=tuple(others)),
+        costs=costs,
         settings=replace(problem.settings, agreement=_agreement(device)),
     )
 
