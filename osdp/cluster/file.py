@@ -303,8 +303,15 @@ def _price(price: _Place) -> Price:
 
 
 def _gpu_called(name: str, gpus: Mapping[str, _Place]) -> str:
-    """``name``, or that of the data file if it is told with its memory, as in ``"A100-40GB"``."""
-    base, _, memory = name.rpartition("-")
+    """Name in the data file, of which ``name`` may differ by case, spaces and its memory: ``"A100 40GB"``."""
+
+    def plain(text: str) -> str:
+        return re.sub(r"[\s-]", "", text).lower()
+
+    known = {plain(gpu): gpu for gpu in gpus}
+    name = known.get(plain(name), name)
+    base, _, memory = re.sub(r"\s", "-", name).rpartition("-")
+    base = known.get(plain(base), base)
     if name in gpus or base not in gpus or not re.fullmatch(r"\d+GB", memory):
         return name
     # Drivers keep some of what is sold: a T4 of 16 GB has 15 GiB.

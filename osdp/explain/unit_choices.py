@@ -108,6 +108,10 @@ def _alternatives(
     for name, units, outcome in others:
         fits = outcome.peak <= limit
         better = list(_chosen_if(units, outcome, chosen, limit, settings)) if fits else []
+        if fits and outcome.seconds < chosen.seconds:
+            # The simpler plan is taken where the times are not sure enough to tell them apart.
+            tie = chosen.seconds - outcome.seconds <= rebuilt.plan.predicted.spread * chosen.seconds
+            better.insert(0, "no change: a tie" if tie else "a longer search")
         if not fits and outcome.seconds < chosen.seconds:
             better = [f"a limit of {format_bytes(outcome.peak)} or more"]
         found.append(Alternative(name, outcome.seconds, math.ceil(outcome.peak), fits, tuple(better)))
@@ -143,7 +147,7 @@ def _chosen_if(
     settings: Sequence[_Setting],
 ) -> Iterator[str]:
     """Settings under which another choice that fits would be better; the nearest of each kind."""
-    if outcome.peak < chosen.peak:
+    if format_bytes(outcome.peak) != format_bytes(chosen.peak) and outcome.peak < chosen.peak:
         yield f"a limit below {format_bytes(chosen.peak)}"
     seen: set[str] = set()
     for setting in settings:

@@ -94,7 +94,6 @@ def test_every_known_gpu_has_a_source_and_can_be_used() -> None:
         ),
         ("nodes:", "nodes: [", r"line \d+: "),
         ("gpu: Mine", "gpu: A100", "must be listed once, these are repeated: A100. Add up their counts"),
-        ("gpu: A100", "gpu: a100", r"unknown GPU 'a100'; .*did you mean A100\?"),
         ("gpu: A100", "gpu: A100\n    gpu: A10", "line 3: gpu is written twice in one place"),
         ("date: 2026-01-31", "date: someday", r"nodes\[0\]\.price\.date: must be a day such as 2026-01-31"),
         ("memory: 24 GiB", "memory: 24", r"gpus\.Mine\.memory: must be a size with its unit such as 80 GiB"),
@@ -189,8 +188,18 @@ def test_an_unknown_model_lists_those_there_are() -> None:
         TransformerShape(name="odd", layers=1, hidden=8, heads=3, sequence=4, vocabulary=9)
 
 
-@pytest.mark.parametrize(("told", "known"), [("A100-40GB", "A100"), ("T4-16GB", "T4"), ("V100-16GB", "V100")])
-def test_a_gpu_may_be_told_with_its_memory(told: str, known: str) -> None:
+@pytest.mark.parametrize(
+    ("told", "known"),
+    [
+        ("A100-40GB", "A100"),
+        ("T4-16GB", "T4"),
+        ("V100-16GB", "V100"),
+        ("RTX 4090", "RTX4090"),
+        ("a100 80gb", "A100-80GB"),
+        ("A100 40GB", "A100"),
+    ],
+)
+def test_a_gpu_may_be_told_with_its_memory_and_spaces(told: str, known: str) -> None:
     fields = {"gpu": told, "count": 1, "devices": 2, "network": "1 Gbit/s"}
     assert node_of(fields, "--devices") == node_of(fields | {"gpu": known}, "--devices")
     with pytest.raises(ValueError, match="unknown GPU 'A100-64GB'"):

@@ -12,6 +12,7 @@ from benchmarks.support.candidates import given_device
 from benchmarks.support.models import CASES, loss_of
 from osdp import OSDP, DeviceInfo, ModelDesc, Training, codec, make_plan
 from osdp.cost.matrix_steps import state_bytes, step_of_matrices, stepped_whole, temporary_bytes
+from osdp.cost.sharding.problem import build_problem, with_links
 from osdp.cost.sharding.shard_groups import ShardGroup
 from osdp.hardware.device_info import Link
 from osdp.hardware.profile import MatrixProfile, OptimizerProfile
@@ -124,6 +125,20 @@ def test_plans_say_how_matrices_are_stepped_and_count_one_state_less() -> None:
         assert muon.predicted.optimizer_seconds > adamw.predicted.optimizer_seconds
         assert "Muon for matrices of blocks and AdamW" in str(muon)
         assert codec.from_json(Plan, codec.to_json(muon)) == muon
+
+
+def test_matrices_are_sent_over_the_links_that_are_exchanged() -> None:
+    """Problems with other links kept the seconds that matrices took on the former ones."""
+    device = replace(given_device(4), flops=1e10, memory_bandwidth=1e10)
+    slow = replace(device, links=tuple(replace(each, bandwidth=each.bandwidth / 10) for each in device.links))
+    desc = setting_of(CASES["gpt2-tiny"], ADAMW).model_desc
+    profile = estimate(desc, device, MUON)
+    before, after = (build_problem(desc, profile, links, MUON) for links in (device, slow))
+    moved = with_links(before, slow)
+    assert moved.costs.matrices_sharded[-1] > before.costs.matrices_sharded[-1]
+    for one, two in zip(moved.costs.by_group, after.costs.by_group, strict=True):
+        assert list(one.matrices_sharded) == list(two.matrices_sharded)
+        assert list(one.matrices_whole) == list(two.matrices_whole)
 
 
 def refused_beside(model: OSDP) -> None:
