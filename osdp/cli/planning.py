@@ -177,6 +177,7 @@ def memory(
     from osdp.explain.memory_by_mode import memory_by_mode
     from osdp.plan.basis import Basis
     from osdp.plan.search_options import SHARDING
+    from osdp.profiler.progress import progress_bar
     from osdp.profiler.roofline import estimate
     from osdp.report.explanation_table import memory_table
 
@@ -184,7 +185,12 @@ def memory(
     profile = found.profile or estimate(found.model_desc, found.device, found.training)
     training = replace(found.training, local_batch=profile.local_batch)
     basis = Basis(found.model_desc, found.device, (training,), (profile,), SHARDING)
-    rows = memory_by_mode(basis, batches)
+    rows = []
+    bar = progress_bar(len(batches), "batches")
+    for batch in batches or [profile.local_batch]:
+        rows += memory_by_mode(basis, [batch])
+        bar.update()
+    bar.close()
     if as_json:
         typer.echo(codec.to_json(rows), nl=False)
         return

@@ -20,20 +20,22 @@ MODES: dict[str, tuple[str, str]] = {
 }
 
 
+_FULL_COPY = "a full copy on every device, each of which would then update all of it,"
+
 #: For each mode the choices to set beside it: how they begin, and what they would do, in plain words.
 _BESIDE: dict[str, dict[str, str]] = {
     Mode.NO_SHARD: {"SHARD_GRAD_OP": "sharding", "FULL_SHARD": "sharding and gathering twice"},
     Mode.SHARD_OPTIMIZER: {"NO_SHARD": "whole optimizer states", "SHARD_GRAD_OP": "sharding"},
     Mode.SHARD_GRAD_OP: {
-        "NO_SHARD": "a full copy on every device",
+        "NO_SHARD": _FULL_COPY,
         "FULL_SHARD": "freeing it after forward and gathering it again",
     },
     Mode.FULL_SHARD: {
-        "NO_SHARD": "a full copy on every device",
+        "NO_SHARD": _FULL_COPY,
         "SHARD_GRAD_OP": "keeping it gathered until backward",
     },
     Mode.HYBRID_SHARD: {
-        "NO_SHARD": "a full copy on every device",
+        "NO_SHARD": _FULL_COPY,
         "SHARD_GRAD_OP": "sharding over all devices, with more traffic between the groups,",
     },
 }

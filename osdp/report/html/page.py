@@ -57,7 +57,9 @@ def html_summary(report: PlanReport) -> str:
 
 def _name(plan: Plan) -> str:
     ranks = f"{plan.world_size} device{'s' * (plan.world_size > 1)}"
-    return f"{plan.basis.model_desc.name if plan.basis is not None else 'a model'} on {ranks}"
+    if plan.basis is None:
+        return f"a model on {ranks}"
+    return f"{plan.basis.model_desc.name} on {ranks} ({plan.basis.device.kind})"
 
 
 def _decisions(units: Sequence[UnitExplanation], report: PlanReport) -> str:
