@@ -148,7 +148,7 @@ class Refiner:
         self._measured: list[tuple[Plan, float]] = []
         self._seconds_before = 0.0
         self._counter: RemovableHandle | None = None
-        self._forwards = 0
+        self._forwards = self._held_up = 0
         if optimizers:
             self._follow(optimizers)
 
@@ -171,14 +171,34 @@ class Refiner:
             self._look_for_optimizers()
             return
         settled = self._steps - self._steps_at_start >= SETTLING
-        if self._recorder is None:
-            if settled and self._model._applied.sharded.waiting_for is None:
-                ends = [each.module for each in stretches_of(self._basis.model_desc) if each.module]
-                self._recorder = StepRecorder(self._model._applied.sharded, ends, self._optimizers)
-        elif len(self._recorder.steps) >= RECORDED:
+        if not settled or (self._recorder is not None and len(self._recorder.steps) < RECORDED):
+            return
+        if (waiting_for := self._waiting_for()) is not None:
+            self._tell_of(waiting_for)
+        elif self._recorder is None:
+            ends = [each.module for each in stretches_of(self._basis.model_desc) if each.module]
+            self._recorder = StepRecorder(self._model._applied.sharded, ends, self._optimizers)
+        else:
             self._recorder.close()
-            recorded, self._recorder = self._recorder.steps, None
+            recorded, self._recorder = self._recorder.steps[-RECORDED:], None
             self._decide(recorded)
+
+    def _waiting_for(self) -> str | None:
+        """What has to come before the model is between two steps; ``None`` if it is."""
+        if self._model._optimizer_check.is_in_step:
+            return "forwards run inside of optimizer.step(closure)"
+        return self._model._applied.sharded.waiting_for
+
+    def _tell_of(self, waiting_for: str) -> None:
+        """Say once what plans are not refined for."""
+        self._held_up += 1
+        if self._held_up == _PATIENCE and is_first():
+            logger.warning(
+                "the plan is not refined yet: it is at the beginning of a forward between two steps, and at "
+                "%d of them %s",
+                _PATIENCE,
+                waiting_for,
+            )
 
     def pause(self) -> None:
         """Record no more of the plan that runs: it is left, or somebody else refines it."""
@@ -187,10 +207,12 @@ class Refiner:
             self._recorder = None
 
     def stop(self) -> None:
-        """Do nothing any more."""
+        """Do nothing any more, and hold nothing."""
         self.pause()
         if self._counter is not None:
             self._counter.remove()
+        self._optimizers = ()
+        self._measured.clear()
 
     def _begin_again(self) -> None:
         """Go on from the plan that somebody has switched to by hand, which is kept as one that was given."""
@@ -226,21 +248,23 @@ class Refiner:
         self._round += 1
         before, fastest = min(self._measured, key=lambda each: each[1])
         if seconds > (1 + max(LEAST_GAIN, measured.spread)) * fastest:
-            self._switch(before)
-            self._end(fastest, "the plan before turned out to be the faster one")
+            if self._switch(before, seconds):
+                self._end(fastest, "the plan before turned out to be the faster one")
             return
 
-        def search() -> NextPlan | InfeasibleError:
+        def search() -> NextPlan | ValueError:
             try:
                 return next_plan(
                     plan, self._basis, measured, steps_left=self._steps_left, known_links=self._known
                 )
-            except InfeasibleError as error:
+            except ValueError as error:
                 return error
 
         found = on_first_rank(search, group)
-        if isinstance(found, InfeasibleError):
-            self._end(seconds, f"under what was measured no plan fits: {found}")
+        if isinstance(found, ValueError):
+            no_plan = isinstance(found, InfeasibleError)
+            why = "under what was measured no plan fits" if no_plan else "plans cannot be searched"
+            self._end(seconds, f"{why}: {found}")
             return
         self._basis, self._known = found.basis, found.known_links
         tried = any(found.plan.sharding.units == other.sharding.units for other, _ in self._measured)
@@ -252,13 +276,23 @@ class Refiner:
         else:
             if not found.fits:
                 self._measured.clear()  # there is no way back
-            self._switch(found.plan)
+            self._switch(found.plan, seconds)
 
-    def _switch(self, plan: Plan) -> None:
-        self._model.switch(plan, self._optimizers)
+    def _switch(self, plan: Plan, seconds: float) -> bool:
+        """Switch to ``plan``, or end; whether it was done."""
+        # Some may not have stepped when the first were found.
+        stepped = self._model._optimizer_check.optimizers
+        others = [each for each in stepped if all(each is not mine for mine in self._optimizers)]
+        try:
+            self._model.switch(plan, [*self._optimizers, *others])
+        except ValueError as error:  # on all ranks, and the model goes on as before
+            self._plan = self._model.plan
+            self._end(seconds, f"the model could not switch: {error}")
+            return False
         self._plan = self._model.plan
         self._switches += 1
         self._steps_at_start = self._steps
+        return True
 
     def _end(self, seconds: float, reason: str) -> None:
         self.stop()

@@ -192,9 +192,12 @@ class OSDP(Stepped, Wrapped, PlannedModule, nn.Module):
         share_registries(self, applied.model)
         # Who reads the signature (transformers' Trainer drops columns that forward does not take) finds the
         # model's.
-        forward = functools.partial(type(self).forward, self)
-        forward.__signature__ = inspect.signature(applied.model.forward)  # type: ignore[attr-defined]
-        self.__dict__["forward"] = forward
+        if (
+            "forward" not in self.__dict__
+        ):  # after a switch it may be somebody's, such as Accelerate's autocast
+            forward = functools.partial(type(self).forward, self)
+            forward.__signature__ = inspect.signature(applied.model.forward)  # type: ignore[attr-defined]
+            self.__dict__["forward"] = forward
         named = applied.model.named_parameters(remove_duplicate=False)
         stored = {name: applied.stored(parameter) for name, parameter in named}
         replaced = before.replaced_by(stored)
@@ -306,7 +309,8 @@ class OSDP(Stepped, Wrapped, PlannedModule, nn.Module):
         given: Any = [optimizer] if is_one else optimizer
         optimizers = [each for one in given for each in with_inner(one)]
         stepped = self._optimizer_check.optimizers
-        check_switch(self._applied.sharded, plan, optimizers, stepped)
+        in_step = self._optimizer_check.is_in_step
+        check_switch(self._applied.sharded, plan, optimizers, stepped, in_step=in_step)
         for each in optimizers:
             self._optimizer_check.exchange_in(each)
         if self._refiner is not None:

@@ -104,6 +104,29 @@ def test_losses_are_those_of_one_process_across_a_refinement(from_the_start: boo
     assert {"compute, forward", "all_gather, world, a MiB"} <= {name for name, _, _ in found.figures}
 
 
+def steps_by_closures() -> None:
+    model = made(refine=True)
+    first = model.plan
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(3 * (SETTLING + RECORDED)):
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = loss_of(model(batch_of(dist.get_rank(), SEEN)))
+            loss.backward()
+            return loss
+
+        losses.append(float(optimizer.step(closure)))
+    assert model.plan is first and model.refinement is None
+    assert optimizer.param_groups[0]["params"] and losses[-1] < losses[len(losses) // 2] < losses[0]
+
+
+def test_closures_train_on_although_nothing_is_refined_in_them() -> None:
+    """A switch inside of a step left the optimizer without parameters, and training stood still."""
+    run(2, steps_by_closures)
+
+
 def train_step_refines() -> list[float]:
     model = made(refine=True)
     first = model.plan

@@ -185,12 +185,14 @@ def memory(
     profile = found.profile or estimate(found.model_desc, found.device, found.training)
     training = replace(found.training, local_batch=profile.local_batch)
     basis = Basis(found.model_desc, found.device, (training,), (profile,), SHARDING)
-    rows = []
-    bar = progress_bar(len(batches), "batches")
-    for batch in batches or [profile.local_batch]:
-        rows += memory_by_mode(basis, [batch])
-        bar.update()
-    bar.close()
+    wanted, rows = batches or [profile.local_batch], []
+    bar = progress_bar(len(wanted), "batches")
+    try:
+        for batch in wanted:
+            rows += memory_by_mode(basis, [batch])
+            bar.update()
+    finally:
+        bar.close()
     if as_json:
         typer.echo(codec.to_json(rows), nl=False)
         return

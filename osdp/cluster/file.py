@@ -303,20 +303,25 @@ def _price(price: _Place) -> Price:
 
 
 def _gpu_called(name: str, gpus: Mapping[str, _Place]) -> str:
-    """Name in the data file, of which ``name`` may differ by case, spaces and its memory: ``"A100 40GB"``."""
-
-    def plain(text: str) -> str:
-        return re.sub(r"[\s-]", "", text).lower()
-
-    known = {plain(gpu): gpu for gpu in gpus}
-    name = known.get(plain(name), name)
-    base, _, memory = re.sub(r"\s", "-", name).rpartition("-")
-    base = known.get(plain(base), base)
-    if name in gpus or base not in gpus or not re.fullmatch(r"\d+GB", memory):
+    """Name in the data file, of which ``name`` may differ by case, spaces and memory: ``"a100 40 GB"``."""
+    if name in gpus:
         return name
+
+    def matching(text: str) -> str | None:
+        found = [gpu for gpu in gpus if _plain_name(gpu) == _plain_name(text)]
+        return found[0] if len(found) == 1 else None
+
+    told = re.fullmatch(r"(.+?)[\s-]*\b(\d+)\s*GB", name, re.IGNORECASE)
+    base = None if told is None else matching(told[1])
+    if matching(name) is not None or told is None or base is None:
+        return matching(name) or name
     # Drivers keep some of what is sold: a T4 of 16 GB has 15 GiB.
-    share = gpus[base].at("memory").size() / (int(memory[:-2]) * 2**30)
+    share = gpus[base].at("memory").size() / (int(told[2]) * 2**30)
     return base if 0.9 < share <= 1 else name
+
+
+def _plain_name(gpu: str) -> str:
+    return re.sub(r"[\s-]", "", gpu).lower()
 
 
 def _nearest(name: Any, known: Sequence[str]) -> str:

@@ -154,7 +154,8 @@ def profile_with_optimizer(profile: Profile, before: Training, after: Training, 
 def _scaled_step(step: OptimizerProfile, before: Training, after: Training, kind: str) -> OptimizerProfile:
     scaled = step.scaled(_tensors_touched(after, kind) / _tensors_touched(before, kind))
     # What it takes to step the local tensor of a DTensor is the same.
-    return replace(scaled, per_dtensor=scaled.per_tensor + step.per_dtensor - step.per_tensor)
+    # The difference first: rounding must not make a DTensor's the shorter one.
+    return replace(scaled, per_dtensor=scaled.per_tensor + (step.per_dtensor - step.per_tensor))
 
 
 def _tensors_touched(training: Training, kind: str) -> float:

@@ -108,14 +108,21 @@ def _alternatives(
     for name, units, outcome in others:
         fits = outcome.peak <= limit
         better = list(_chosen_if(units, outcome, chosen, limit, settings)) if fits else []
-        if fits and outcome.seconds < chosen.seconds:
-            # The simpler plan is taken where the times are not sure enough to tell them apart.
-            tie = chosen.seconds - outcome.seconds <= rebuilt.plan.predicted.spread * chosen.seconds
-            better.insert(0, "no change: a tie" if tie else "a longer search")
         if not fits and outcome.seconds < chosen.seconds:
             better = [f"a limit of {format_bytes(outcome.peak)} or more"]
-        found.append(Alternative(name, outcome.seconds, math.ceil(outcome.peak), fits, tuple(better)))
+        faster = _why_not(rebuilt.plan, outcome, chosen) if fits else ""
+        found.append(Alternative(name, outcome.seconds, math.ceil(outcome.peak), fits, tuple(better), faster))
     return tuple(sorted(found, key=lambda each: (not each.fits, each.step_seconds)))
+
+
+def _why_not(plan: Plan, outcome: StepEstimate, chosen: StepEstimate) -> str:
+    """Why a faster choice that fits was not taken; empty if it is not faster."""
+    gain = 1 - outcome.seconds / chosen.seconds
+    if gain <= 0:
+        return ""
+    # The simpler plan is taken where the times are not sure enough to tell them apart.
+    is_tie = gain <= max(plan.predicted.spread, _ALIKE)
+    return "a tie" if is_tie else "faster, which the search did not consider or find"
 
 
 @dataclass(frozen=True)
@@ -228,6 +235,8 @@ def _limits(rebuilt: Rebuilt, gains: _Gains) -> str:
     waiting = max(outcome.seconds - compute, 0.0)
     free = plan.memory_limit - outcome.peak
     parts = {"compute": gains.compute, "communication": gains.links, "the optimizer": gains.optimizer}
+    if plan.world_size == 1:
+        del parts["communication"]
     first, *others = sorted(parts, key=lambda name: -parts[name])
     rest = ", ".join(f"{name} twice as fast {parts[name]:.0%}" for name in others)
     return (

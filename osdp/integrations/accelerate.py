@@ -14,7 +14,10 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import nn
 
+from osdp.comm.objects import broadcast_object
+from osdp.integrations.data_parallel import require_data_parallel
 from osdp.runtime.checkpoint import load, save, whole_state_dict
+from osdp.runtime.checkpoint.kept import ONE_PART_ALONE, has_dtensor
 from osdp.runtime.module.replaced import Replaced
 from osdp.runtime.ranks.shared_faults import raise_together
 from osdp.wrapper import OSDP
@@ -62,10 +65,16 @@ class OSDPAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no t
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """Register ``model``; one under a plan is neither moved nor wrapped."""
+        """Register ``model``; one under a plan is neither moved nor wrapped.
+
+        Raises:
+            ValueError: Its ranks are not those that Accelerate gives batches to.
+        """
         if not isinstance(model, OSDP):
             plain: nn.Module = super().prepare_model(model, device_placement, evaluation_mode)
             return plain
+        require_data_parallel(model, self.num_processes, "Accelerate")
+        follow_reductions(self, model)
         prepared: nn.Module = super().prepare_model(model, device_placement=False, evaluation_mode=True)
         return prepared
 
@@ -107,7 +116,13 @@ class OSDPAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no t
 
         Raises:
             RuntimeError: A rank could not write; raised on all ranks.
+            ValueError: What is registered has sharded tensors, such as an average of a model's weights.
         """
+        for each in self._custom_objects:
+            if has_dtensor(each.state_dict()):
+                raise ValueError(
+                    f"{type(each).__name__}, which is registered for checkpointing, {ONE_PART_ALONE}"
+                )
         fault: Exception | None = None
         found: Any = None
         iteration = self.project_configuration.iteration
@@ -127,14 +142,17 @@ class OSDPAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no t
     def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
         """Load what :meth:`save_state` wrote, on any number of ranks."""
         with self._apart():
-            return super().load_state(input_dir, *args, **kwargs)
+            found = super().load_state(input_dir, *args, **kwargs)
+        # Of a rank that was not there when it was saved there is no file.
+        self.step: int = broadcast_object(self.step)
+        return found
 
     @contextmanager
     def _apart(self) -> Iterator[None]:
         """Inside, Accelerate sees no model under a plan: hooks save and load these and their optimizers."""
         models, optimizers = self._models, self._optimizers
         pairs = self._pairs()
-        mine = [optimizer for _, optimizer in pairs]
+        mine = [optimizer for _, optimizers in pairs for optimizer in optimizers]
         # The folder is known when Accelerate calls the hooks.
         handles = [
             self.register_save_state_pre_hook(lambda _models, _weights, folder: _each(save, folder, pairs)),
@@ -149,9 +167,9 @@ class OSDPAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no t
             for handle in handles:
                 handle.remove()
 
-    def _pairs(self) -> list[tuple[OSDP, torch.optim.Optimizer | None]]:
-        """Models under a plan, each with the optimizer of its parameters; frozen ones have none."""
-        found: list[tuple[OSDP, torch.optim.Optimizer | None]] = []
+    def _pairs(self) -> list[tuple[OSDP, list[torch.optim.Optimizer]]]:
+        """Models under a plan, each with the optimizers of its parameters; frozen ones have none."""
+        found: list[tuple[OSDP, list[torch.optim.Optimizer]]] = []
         for bare in map(_bare, self._optimizers):
             Replaced().exchange_in(bare)  # it may have been made before the model was wrapped
         for model in self._wrapped:
@@ -161,14 +179,23 @@ class OSDPAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no t
                 for bare in map(_bare, self._optimizers)
                 if own & {id(parameter) for group in bare.param_groups for parameter in group["params"]}
             ]
-            frozen = not any(parameter.requires_grad for parameter in model.parameters())
-            if len(mine) != 1 and not (frozen and not mine):
+            trained = any(parameter.requires_grad for parameter in model.parameters())
+            stepped = [id(p) for bare in mine for group in bare.param_groups for p in group["params"]]
+            if (trained and not mine) or len(stepped) > len(set(stepped)):
                 raise ValueError(
-                    f"a model under a plan is saved with its optimizer, and {len(mine)} optimizers have "
-                    "parameters of it: prepare the model with one optimizer of all its parameters"
+                    f"a model under a plan is saved with its optimizers, and {len(mine)} optimizers have "
+                    f"parameters of it{' in common' * (len(mine) > 1)}: prepare the model with one optimizer "
+                    "of all its parameters, or several of some each"
                 )
-            found.append((model, mine[0] if mine else None))
+            found.append((model, mine))
         return found
+
+
+def follow_reductions(accelerator: Accelerator, model: OSDP) -> None:
+    """Let ``accelerator`` reduce gradients after each microbatch, or once a step, as planned."""
+    if model.plan.training.microbatches > 1:
+        options = accelerator.gradient_state.plugin_kwargs
+        options["sync_each_batch"] = model.plan.reduce_each_microbatch
 
 
 def _bare(optimizer: Any) -> torch.optim.Optimizer:
@@ -178,9 +205,9 @@ def _bare(optimizer: Any) -> torch.optim.Optimizer:
 
 
 def _each(
-    action: Callable[[Path, OSDP, torch.optim.Optimizer | None], object],
+    action: Callable[[Path, OSDP, list[torch.optim.Optimizer]], object],
     folder: str,
-    pairs: Iterable[tuple[OSDP, torch.optim.Optimizer | None]],
+    pairs: Iterable[tuple[OSDP, list[torch.optim.Optimizer]]],
 ) -> None:
-    for index, (model, optimizer) in enumerate(pairs):
-        action(Path(folder) / f"osdp_{index}", model, optimizer)
+    for index, (model, optimizers) in enumerate(pairs):
+        action(Path(folder) / f"osdp_{index}", model, optimizers)

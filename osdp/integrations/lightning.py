@@ -5,7 +5,8 @@ DTensors, of which a replicated plan has none, and so refuses to save or load it
 """
 
 import io
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,10 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.device_mesh import DeviceMesh
 
 from osdp.comm.objects import broadcast_object
+from osdp.integrations.data_parallel import require_data_parallel
 from osdp.runtime.checkpoint import load, save
 from osdp.runtime.checkpoint.contents import CheckpointContents
-from osdp.runtime.checkpoint.kept import KeptState
+from osdp.runtime.checkpoint.kept import ONE_PART_ALONE, KeptState, has_dtensor
 from osdp.runtime.ranks.shared_faults import raise_together
 from osdp.wrapper import OSDP
 
@@ -43,7 +45,8 @@ class OSDPStrategy(TrainerStrategy):
                     self.model = OSDP(self.model, batch, "40GiB", mesh=self.device_mesh["data_parallel"])
 
             def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, **_):
-                self.model.clip_grad_norm_(gradient_clip_val)
+                if gradient_clip_val is not None:
+                    self.model.clip_grad_norm_(gradient_clip_val)
 
         lightning.Trainer(strategy=OSDPStrategy(), gradient_clip_val=1.0)
 
@@ -79,11 +82,21 @@ class OSDPStrategy(TrainerStrategy):
         """Set up the model, which ``configure_model`` has wrapped.
 
         Raises:
-            ValueError: Parameters that are to be trained are in no wrapped model.
+            ValueError: Parameters that are to be trained are in no wrapped model, or its plan is not for the
+                Trainer's ranks.
         """
         if trainer.state.fn == TrainerFn.FITTING:
-            _check_wrapped(self._lightning_model)
+            _check_wrapped(self._lightning_model, self.num_nodes * self.num_processes)
         super().setup(trainer)
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Inside, gradients are kept, for the last microbatch of a step to reduce, if that was planned."""
+        with ExitStack() as kept:
+            for model in _wrapped_in(self._lightning_model):
+                if not model.plan.reduce_each_microbatch:
+                    kept.enter_context(model.no_sync())
+            yield
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Nothing: :meth:`save_checkpoint` saves the model by its shards."""
@@ -99,14 +112,20 @@ class OSDPStrategy(TrainerStrategy):
         """Write the folder ``filepath``.
 
         Raises:
-            ValueError: There are several optimizers, or storage options.
+            ValueError: There are storage options, or a callback has put weights into the checkpoint, or
+                sharded tensors.
         """
+        if checkpoint.get("state_dict"):
+            raise ValueError(
+                "a callback or hook has put weights into the checkpoint's state_dict, which is written by "
+                "shards from the model itself: keep other weights under another name, as whole tensors"
+            )
         rest = {
             key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")
         }
         # Where weights alone are asked for there are none, as in a model that is not trained.
-        optimizer = self._one_optimizer if checkpoint.get("optimizer_states") else None
-        _save(filepath, self._lightning_model, optimizer, rest, storage_options)
+        optimizers = _bare(self.optimizers) if checkpoint.get("optimizer_states") else []
+        _save(filepath, self._lightning_model, optimizers, rest, storage_options)
 
     def load_checkpoint(
         self, checkpoint_path: str | Path, weights_only: bool | None = None
@@ -115,17 +134,13 @@ class OSDPStrategy(TrainerStrategy):
         assert self.lightning_module is not None  # there are no checkpoints before
         folder, rest = _read_rest(checkpoint_path, weights_only)
         is_trained = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
-        load(folder, self.lightning_module, self._one_optimizer if is_trained and self.optimizers else None)
+        load(folder, self.lightning_module, _bare(self.optimizers) if is_trained else [])
         return rest
 
     @property
     def _lightning_model(self) -> nn.Module:
         assert self.lightning_module is not None  # there are no checkpoints before
         return self.lightning_module
-
-    @property
-    def _one_optimizer(self) -> torch.optim.Optimizer:
-        return _only(self.optimizers)
 
 
 class OSDPFabricStrategy(FabricStrategy):
@@ -164,10 +179,11 @@ class OSDPFabricStrategy(FabricStrategy):
         """Wrap ``module``.
 
         Raises:
-            ValueError: Parameters that are to be trained are in no wrapped model.
+            ValueError: Parameters that are to be trained are in no wrapped model, or its plan is not for
+                Fabric's ranks.
         """
         found = super().setup_module(module)
-        _check_wrapped(found)
+        _check_wrapped(found, self.num_nodes * self.num_processes)
         return found
 
     def save_checkpoint(
@@ -177,16 +193,16 @@ class OSDPFabricStrategy(FabricStrategy):
         storage_options: Any = None,
         filter: Any = None,
     ) -> None:
-        """Write the folder ``path``: one model, its optimizer if it is there, and what else ``state`` has.
+        """Write the folder ``path``: one model, its optimizers if there are some, and the rest of ``state``.
 
         Raises:
-            ValueError: There is not one model, or several optimizers, or a filter.
+            ValueError: There is not one model, or a filter, or sharded tensors beside the model.
         """
         if filter is not None:
             raise ValueError("filter= is not for checkpoints by shards: leave entries out of state")
-        model, optimizer, rest = _parts(state)
+        model, optimizers, rest = _parts(state)
         values = {key: v.state_dict() if hasattr(v, "state_dict") else v for key, v in rest.items()}
-        _save(path, model, optimizer, values, storage_options)
+        _save(path, model, optimizers, values, storage_options)
 
     def load_checkpoint(
         self,
@@ -201,12 +217,12 @@ class OSDPFabricStrategy(FabricStrategy):
             ValueError: ``state`` has not one model; or ``strict``, and the checkpoint lacks an entry of it.
                 Nothing was changed.
         """
-        model, optimizer, rest = _parts(state if isinstance(state, dict) else {"model": state})
+        model, optimizers, rest = _parts(state if isinstance(state, dict) else {"model": state})
         folder, found = _read_rest(path, weights_only)
         missing = sorted(rest.keys() - found.keys())
         if missing and strict:
             raise ValueError(f"{path} has no {', '.join(missing)}: leave them out, or pass strict=False")
-        load(folder, model, optimizer)
+        load(folder, model, optimizers)
         for key in rest.keys() & found.keys():
             value = found.pop(key)
             if hasattr(rest[key], "load_state_dict"):
@@ -216,10 +232,8 @@ class OSDPFabricStrategy(FabricStrategy):
         return found
 
 
-def _parts(
-    state: Mapping[str, Any],
-) -> tuple[nn.Module, torch.optim.Optimizer | None, dict[str, Any]]:
-    """The model of a state, its optimizer, and the rest."""
+def _parts(state: Mapping[str, Any]) -> tuple[nn.Module, list[torch.optim.Optimizer], dict[str, Any]]:
+    """The model of a state, its optimizers, and the rest."""
     models = [value for value in state.values() if isinstance(value, nn.Module)]
     optimizers = [value for value in state.values() if isinstance(value, torch.optim.Optimizer)]
     if len(models) != 1:
@@ -227,17 +241,12 @@ def _parts(
     rest = {
         key: value for key, value in state.items() if not isinstance(value, nn.Module | torch.optim.Optimizer)
     }
-    return models[0], _only(optimizers) if optimizers else None, rest
+    return models[0], _bare(optimizers), rest
 
 
-def _only(optimizers: list[Any]) -> torch.optim.Optimizer:
-    if len(optimizers) != 1:
-        raise ValueError(
-            f"a model under a plan is saved with its optimizer, and there are {len(optimizers)}: use one "
-            "with several parameter groups"
-        )
-    found: torch.optim.Optimizer = getattr(optimizers[0], "optimizer", optimizers[0])
-    return found
+def _bare(optimizers: Iterable[Any]) -> list[torch.optim.Optimizer]:
+    """The optimizers inside Lightning's."""
+    return [getattr(optimizer, "optimizer", optimizer) for optimizer in optimizers]
 
 
 def _check_options(options: Mapping[str, Any]) -> None:
@@ -248,9 +257,15 @@ def _check_options(options: Mapping[str, Any]) -> None:
         )
 
 
-def _check_wrapped(module: nn.Module) -> None:
-    """Refuse parameters outside wrapped models: nobody would reduce their gradients."""
-    models = [part for part in module.modules() if isinstance(part, OSDP)]
+def _wrapped_in(module: nn.Module) -> list[OSDP]:
+    return [part for part in module.modules() if isinstance(part, OSDP)]
+
+
+def _check_wrapped(module: nn.Module, num_processes: int) -> None:
+    """Refuse parameters outside wrapped models, whose gradients nobody reduces, and plans of other ranks."""
+    models = _wrapped_in(module)
+    for model in models:
+        require_data_parallel(model, num_processes, "Lightning")
     inside = {id(parameter) for model in models for parameter in model.module.parameters()}
     trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
     loose = [name for name, parameter in trained.items() if id(parameter) not in inside]
@@ -265,7 +280,7 @@ def _check_wrapped(module: nn.Module) -> None:
 def _save(
     path: str | Path,
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
+    optimizers: list[torch.optim.Optimizer],
     rest: Mapping[str, Any],
     storage_options: Any,
 ) -> None:
@@ -277,6 +292,8 @@ def _save(
     file = io.BytesIO()
     fault: Exception | None = None
     try:
+        if sharded := [name for name, value in rest.items() if has_dtensor(value)]:
+            raise ValueError(f"{sharded[0]} {ONE_PART_ALONE}")
         torch.save(dict(rest), file)
     except Exception as error:  # of what cannot be pickled, whatever it raises; the other ranks wait
         fault = error
@@ -284,7 +301,7 @@ def _save(
     save(
         folder,
         model,
-        optimizer,
+        optimizers,
         extra={_REST: torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)},
     )
 

@@ -19,6 +19,7 @@ class Alternative:
         peak_bytes: Peak memory with it.
         fits: Whether the peak is within the limit.
         chosen_if: What would have to change for it to be the better choice; empty if nothing tried would do.
+        faster: Why it was not chosen although it fits and is predicted to be faster; empty if it is not.
     """
 
     choice: str
@@ -26,6 +27,13 @@ class Alternative:
     peak_bytes: int
     fits: bool
     chosen_if: tuple[str, ...] = ()
+    faster: str = ""
+
+    @property
+    def note(self) -> str:
+        """Both in words; empty if there is nothing to say."""
+        better = f"better with {', or '.join(self.chosen_if)}" if self.chosen_if else ""
+        return "; ".join(part for part in (self.faster, better) if part)
 
 
 @dataclass(frozen=True, slots=True)

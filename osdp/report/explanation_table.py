@@ -46,7 +46,7 @@ def _unit_lines(units: Sequence[UnitExplanation], explanation: PlanExplanation) 
     names = ", ".join(compress(name or "(the model's own)" for unit in units for name in unit.modules))
     each = " each" if len(units) > 1 else ""
     head = f"{names}: {units[0].choice}, {format_bytes(units[0].nbytes)}{each}"
-    rows: list[tuple[str, ...]] = [("instead", "a step", "peak", "fits", "better with")]
+    rows: list[tuple[str, ...]] = [("instead", "a step", "peak", "fits", "note")]
     rows += [_alternative_row(other, explanation) for other in units[0].alternatives]
     table = align(rows, right=(1, 2)) if len(rows) > 1 else "no other choice was allowed"
     return [*textwrap.wrap(head, _WIDTH, break_on_hyphens=False), *textwrap.indent(table, "  ").split("\n")]
@@ -58,7 +58,7 @@ def _alternative_row(other: Alternative, explanation: PlanExplanation) -> tuple[
         signed(other.step_seconds - explanation.step_seconds, format_seconds),
         signed(other.peak_bytes - explanation.peak_bytes, format_bytes),
         "yes" if other.fits else "no",
-        "\n".join(textwrap.wrap(", or ".join(other.chosen_if) or "-", 36)),
+        "\n".join(textwrap.wrap(other.note or "-", 36)),
     )
 
 

@@ -90,7 +90,8 @@ class StepRecorder:
         self._spans: list[tuple[ClockMark, ClockMark]] = []
         self._copied: tuple[list[tuple[int, float]], ClockMark] | None = None
         self._runs_backward = False
-        self._stepping: ClockMark | None = None
+        #: When the step began, and the seconds of passes by then.
+        self._stepping: tuple[ClockMark, float] | None = None
         self._handles: list[RemovableHandle] = []
         self._install(ends, optimizers)
 
@@ -208,12 +209,15 @@ class StepRecorder:
     # Steps
 
     def _before_step(self, _optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        self._stepping = self.begin()
+        self._stepping = self.begin(), self._now.forward_seconds + self._now.backward_seconds
 
     def _after_step(self, ends: bool, _optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         if self._stepping is None:
             return
-        self._now.optimizer_seconds += self.begin().wall - self._stepping.wall
+        begin, passes = self._stepping
+        # A closure runs forward and backward inside the step.
+        inside = self._now.forward_seconds + self._now.backward_seconds - passes
+        self._now.optimizer_seconds += self.begin().wall - begin.wall - inside
         if ends and self._now.microbatches:
             self.steps.append(self._now)
             self._now = RecordedStep()

@@ -41,7 +41,12 @@ _STEP = "step"
 
 
 def check_switch(
-    applied: ShardedModel, plan: Plan, optimizers: Sequence[Optimizer], stepped: Sequence[Optimizer]
+    applied: ShardedModel,
+    plan: Plan,
+    optimizers: Sequence[Optimizer],
+    stepped: Sequence[Optimizer],
+    *,
+    in_step: bool = False,
 ) -> None:
     """Raise on all ranks unless ``applied`` can go on under ``plan``; nothing is changed.
 
@@ -50,6 +55,7 @@ def check_switch(
         plan: The next plan.
         optimizers: The optimizers to take along.
         stepped: Those that are known to train the model.
+        in_step: Whether one of them is in a step.
 
     Raises:
         TypeError: What is given is no plan, or no optimizer.
@@ -58,11 +64,15 @@ def check_switch(
         PlanMismatchError: The plan was made for another model or number of ranks.
         RuntimeError: The model is not between two steps.
     """
-    check_together(Control.over(applied.mesh), lambda: _check(applied, plan, optimizers, stepped))
+    check_together(Control.over(applied.mesh), lambda: _check(applied, plan, optimizers, stepped, in_step))
 
 
 def _check(
-    applied: ShardedModel, plan: Plan, optimizers: Sequence[Optimizer], stepped: Sequence[Optimizer]
+    applied: ShardedModel,
+    plan: Plan,
+    optimizers: Sequence[Optimizer],
+    stepped: Sequence[Optimizer],
+    in_step: bool,
 ) -> None:
     # 1. What was given.
     if not isinstance(plan, Plan):
@@ -92,10 +102,10 @@ def _check(
             "under the other plan"
         )
     # 2. The state of the training.
-    if applied.waiting_for is not None:
+    waiting_for = "an optimizer is in its step, which calls a closure" if in_step else applied.waiting_for
+    if waiting_for is not None:
         raise RuntimeError(
-            f"a plan is switched between two steps, but {applied.waiting_for}: call switch after "
-            "optimizer.step()"
+            f"a plan is switched between two steps, but {waiting_for}: call switch after optimizer.step()"
         )
     applied.parameters.check_registered()
     names = {id(parameter.stored): parameter.name for parameter in applied.parameters}
@@ -207,7 +217,11 @@ class TakenApart:
         applied.follow_settings()
         stored = {parameter.name: parameter.stored for parameter in applied.parameters}
         for optimizer in self._optimizers:
-            optimizer.attach(stored)
+            optimizer.regroup(stored)
+        # In the model's order: ranks may have a list of parameters, or of optimizers, in another one each.
+        for name, laid_out in stored.items():
+            for optimizer in self._optimizers:
+                optimizer.lay_out(name, laid_out)
         return applied
 
     def _fill(self, owned: Mapping[str, ParameterSites]) -> None:
@@ -237,18 +251,22 @@ class _Detached:
         for group in self._optimizer.param_groups:
             group["params"].clear()
 
-    def attach(self, stored: Mapping[str, nn.Parameter]) -> None:
-        """Give it the parameters ``stored``, by name, and the states in their layout; all ranks call it."""
+    def regroup(self, stored: Mapping[str, nn.Parameter]) -> None:
+        """Give it the parameters ``stored``, by name."""
         for group, members in zip(self._optimizer.param_groups, self._groups, strict=True):
             group["params"][:] = [stored[each] if isinstance(each, str) else each for each in members]
-        for name in list(self._states):
-            state, parameter = self._states.pop(name), stored[name]
 
-            def laid_out(key: str, value: Any, parameter: nn.Parameter = parameter) -> Any:
-                follows = isinstance(value, torch.Tensor) and value.shape == parameter.shape and key != _STEP
-                return _laid_out(value, parameter) if follows else value
+    def lay_out(self, name: str, parameter: nn.Parameter) -> None:
+        """Give it the states of ``parameter``, if it has any, in its layout; all ranks call it."""
+        if name not in self._states:
+            return
+        state = self._states.pop(name)
 
-            self._optimizer.state[parameter] = {key: laid_out(key, state.pop(key)) for key in list(state)}
+        def laid_out(key: str, value: Any) -> Any:
+            follows = isinstance(value, torch.Tensor) and value.shape == parameter.shape and key != _STEP
+            return _laid_out(value, parameter) if follows else value
+
+        self._optimizer.state[parameter] = {key: laid_out(key, state.pop(key)) for key in list(state)}
 
 
 def with_inner(given: Any) -> Iterator[Any]:

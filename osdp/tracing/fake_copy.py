@@ -105,13 +105,18 @@ def _random(
 
 
 def _attributes(module: nn.Module) -> Iterator[object]:
-    """The attributes of ``module``, and the elements of those that are containers."""
-    for value in vars(module).values():
+    """The attributes of ``module``, and what containers among them hold, however deep."""
+    left, seen = list(vars(module).values()), set[int]()
+    while left:
+        value = left.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
         yield value
-        if isinstance(value, (list, tuple, set)):
-            yield from value
+        if isinstance(value, (list, tuple, set, frozenset)):
+            left.extend(value)
         elif isinstance(value, dict):
-            yield from value.values()
+            left.extend(value.values())
 
 
 def _host_copy(tensor: torch.Tensor) -> torch.Tensor:

@@ -197,6 +197,9 @@ def test_an_unknown_model_lists_those_there_are() -> None:
         ("RTX 4090", "RTX4090"),
         ("a100 80gb", "A100-80GB"),
         ("A100 40GB", "A100"),
+        ("a100 40 gb", "A100"),
+        ("A100 80 GB", "A100-80GB"),
+        ("h100-pcie 80GB", "H100-PCIe"),
     ],
 )
 def test_a_gpu_may_be_told_with_its_memory_and_spaces(told: str, known: str) -> None:

@@ -63,18 +63,19 @@ def test_a_faster_choice_that_does_not_fit_names_the_limit_it_needs(planned: Cal
 def test_a_faster_choice_that_fits_is_a_tie_and_a_limit_is_one_that_can_be_told_apart(
     planned: Callable[..., Plan],
 ) -> None:
-    """The table said "-" of choices 12 us faster, and "a limit below" the peak that it showed for both."""
+    """Nothing was said of choices 12 us faster, and "a limit below" of the peak that was shown for both."""
     plan = planned(fraction=1.5, slices=(), recompute=False)
     sharded = plan.with_sharding(
         units=tuple(replace(each, mode=Mode.FULL_SHARD) for each in plan.units),
         decisions=tuple(replace(each, mode=Mode.FULL_SHARD) for each in plan.decisions),
     )
-    for spread, words in ((0.0, "a longer search"), (1.0, "no change: a tie")):
+    for spread, words in ((0.0, "faster, which the search did not consider or find"), (1.0, "a tie")):
         explanation = replace(sharded, predicted=replace(sharded.predicted, spread=spread)).explain()
         others = [other for unit in explanation.units for other in unit.alternatives if other.fits]
         faster = [other for other in others if other.step_seconds < explanation.step_seconds]
-        assert faster and all(other.chosen_if[0] == words for other in faster)
-        assert not any(words in other.chosen_if for other in others if other not in faster)
+        assert faster and all(other.faster == words for other in faster)
+        assert all(other.note.startswith(words) for other in faster)
+        assert not any(other.faster for other in others if other not in faster)
         for other in others:
             if format_bytes(other.peak_bytes) == format_bytes(explanation.peak_bytes):
                 assert not any(each.startswith("a limit") for each in other.chosen_if)

@@ -2,7 +2,9 @@
 
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning
@@ -20,7 +22,8 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 from benchmarks.support.trainers.problem import STEPS, Sentences, plain_model, planned
 from benchmarks.support.trainers.runs import TRAINERS, train
 from benchmarks.trainers import compare
-from osdp.integrations.accelerate import OSDPAccelerator
+from osdp.integrations.accelerate import OSDPAccelerator, follow_reductions
+from osdp.integrations.data_parallel import require_data_parallel
 from osdp.integrations.huggingface.trainer import OSDPTrainer
 from osdp.integrations.lightning import OSDPFabricStrategy, OSDPStrategy
 from osdp.runtime.checkpoint import save_pretrained, summarize, whole_state_dict
@@ -479,3 +482,59 @@ def sharded_by_accelerate() -> None:
 
 def test_a_model_under_a_plan_is_not_sharded_again_by_accelerate() -> None:
     run(2, sharded_by_accelerate, fresh=True)
+
+
+class Average:
+    """Of a model's weights, as the docs advise to keep it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.weights = [parameter.detach().clone() for parameter in model.parameters()]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"weights": self.weights}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.weights = state["weights"]
+
+
+@as_under_torchrun()
+def averages_of_shards(folder: str) -> None:
+    model = planned("mixed")
+    average = Average(model)
+    accelerator = OSDPAccelerator(cpu=True)
+    accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    accelerator.register_for_checkpointing(average)
+    with pytest.raises(ValueError, match=r"Average, which is registered .* other ranks have parts"):
+        accelerator.save_state(f"{folder}/accelerate")
+    fabric = OSDPFabricStrategy(lambda module, mesh: module)
+    with pytest.raises(ValueError, match="average has DTensors, of which other ranks have parts"):
+        fabric.save_checkpoint(f"{folder}/fabric", {"model": model, "average": average})
+    assert not Path(f"{folder}/fabric").exists()
+
+
+def test_averages_of_sharded_weights_are_not_saved_in_part(tmp_path: Path) -> None:
+    """Rank 0's shards were saved, and loaded into all ranks."""
+    run(2, averages_of_shards, str(tmp_path), fresh=True)
+
+
+@as_under_torchrun()
+def processes_counted() -> None:
+    model = planned("mixed")
+    for processes in (1, 4):
+        with pytest.raises(ValueError, match=f"sees {processes} process.*, and the plan is for 2 ranks"):
+            require_data_parallel(model, processes, "Trainer")
+    require_data_parallel(model, 2, "Trainer")
+    accelerator = OSDPAccelerator(cpu=True, gradient_accumulation_steps=2)
+    options = accelerator.gradient_state.plugin_kwargs
+    follow_reductions(accelerator, model)
+    assert "sync_each_batch" not in options
+    training = replace(model.plan.training, microbatches=2)
+    for reduce_each in (True, False):
+        plan: Any = SimpleNamespace(training=training, reduce_each_microbatch=reduce_each)
+        follow_reductions(accelerator, SimpleNamespace(plan=plan))  # type: ignore[arg-type]
+        assert options["sync_each_batch"] is reduce_each
+
+
+def test_a_trainer_and_its_plan_have_the_same_ranks() -> None:
+    """Without ``use_cpu=True`` on CPUs each rank trained on all of the data."""
+    run(2, processes_counted, fresh=True)

@@ -260,6 +260,7 @@ def refuses() -> None:
     step_on(wrapped, optimizer, 1)
     odd = torch.optim.AdamW([p for p in wrapped.parameters() if p.dim() == 2])
     step_on(wrapped, odd, 2)
+    optimizer.zero_grad()
     odd.state[odd.param_groups[0]["params"][0]]["row"] = torch.zeros(3)
     fails(ValueError, "row of 'embed.weight' has shape", optimizer=[optimizer, odd])
     # On one rank alone: all of them say so.
@@ -269,6 +270,87 @@ def refuses() -> None:
 
 def test_what_cannot_be_switched_is_refused_and_the_model_goes_on() -> None:
     run(2, refuses)
+
+
+def in_another_order_on_each_rank() -> None:
+    model = made()
+    named = plans(model)
+    wrapped = OSDP(model, plan=named["shard all"])
+    parameters = list(wrapped.parameters())
+    halves = [parameters[: len(parameters) // 2], parameters[len(parameters) // 2 :]]
+    if dist.get_rank():
+        halves = [half[::-1] for half in halves[::-1]]
+    optimizers = [torch.optim.AdamW(half, lr=1e-2) for half in halves]
+    for index in range(2):
+        for optimizer in optimizers:
+            step_on(wrapped, optimizer, index)
+    before = [
+        held(wrapped, optimizer) for optimizer in (optimizers if dist.get_rank() == 0 else optimizers[::-1])
+    ]
+    wrapped.zero_grad()
+    wrapped.switch(named["mixed leaves"], optimizers)
+    after = [
+        held(wrapped, optimizer) for optimizer in (optimizers if dist.get_rank() == 0 else optimizers[::-1])
+    ]
+    for want, got in zip(before, after, strict=True):
+        assert_equal(got, want, "switched")
+
+
+def test_states_follow_their_parameters_whatever_the_order_of_each_rank() -> None:
+    """Optimizers of ``set(model.parameters())``: parts of one layer's states were joined with another's."""
+    run(2, in_another_order_on_each_rank)
+
+
+def inside_a_step() -> None:
+    model = made()
+    named = plans(model)
+    wrapped = OSDP(model, plan=named["shard all"])
+    optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-2)
+    batch = tokens(dist.get_rank(), 3, 6)
+
+    def closure() -> torch.Tensor:
+        with pytest.raises(RuntimeError, match="is in its step, which calls a closure"):
+            wrapped.switch(named["mixed leaves"], optimizer)
+        optimizer.zero_grad()
+        loss = loss_of(wrapped(batch), batch)
+        loss.backward()
+        return loss
+
+    losses = [float(optimizer.step(closure)) for _ in range(3)]
+    assert losses[0] > losses[1] > losses[2]
+    wrapped.switch(named["mixed leaves"], optimizer)
+    assert len(optimizer.param_groups[0]["params"]) == len(list(wrapped.parameters()))
+
+
+def test_nothing_is_switched_inside_a_step() -> None:
+    """The optimizer had no parameters any more after it, and training stood still."""
+    run(2, inside_a_step)
+
+
+def one_steps_less_often() -> None:
+    model = made()
+    named = plans(model)
+    wrapped = OSDP(model, plan=named["shard all"])
+    parameters = list(wrapped.parameters())
+    often, seldom = (torch.optim.SGD(half, lr=0.1) for half in (parameters[:3], parameters[3:]))
+    batch = tokens(dist.get_rank(), 3, 6)
+
+    def backward(*stepping: torch.optim.Optimizer) -> None:
+        loss_of(wrapped(batch), batch).backward()
+        for optimizer in stepping:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    backward(often, seldom)
+    backward(often)
+    with pytest.raises(RuntimeError, match="gradients that no optimizer has stepped by"):
+        wrapped.switch(named["mixed leaves"], [often, seldom])
+    backward(often, seldom)
+    wrapped.switch(named["mixed leaves"], [often, seldom])
+
+
+def test_gradients_that_one_of_two_optimizers_still_gathers_are_not_dropped() -> None:
+    run(2, one_steps_less_often)
 
 
 def goes_on_in_bfloat16() -> None:

@@ -344,14 +344,17 @@ class Keeper(nn.Module):
         super().__init__()
         self.norm = nn.utils.spectral_norm(nn.Linear(4, 4))
         self.constant, self.sources = torch.ones(4), [torch.Generator()]
+        self.scales: list[Any] = [{"first": torch.ones(4)}]
+        self.scales.append(self.scales)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         noise = torch.rand(4, generator=self.sources[0]) * random.random()
-        return self.norm(x) * self.constant + noise
+        return self.norm(x) * self.constant * self.scales[0]["first"] + noise
 
 
 def test_generators_and_plain_tensors_are_copied_and_nothing_is_drawn() -> None:
-    """Neither used to be described; Python's random numbers were drawn, so that other data came next."""
+    """Neither used to be described, nor tensors in a container inside another; Python's random numbers were
+    drawn, so that other data came next."""
     model = Keeper()
     weight, state, own = model.norm.weight, random.getstate(), model.sources[0].get_state()
     assert ModelDesc.from_module(model, torch.zeros(2, 4)).operator("norm").numel == 20

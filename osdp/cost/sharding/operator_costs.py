@@ -108,13 +108,7 @@ def _cost_in(
     locals_sharded = [[_shard_bytes(p, world_size) for p in _trainable(op)] for op in operators]
     locals_whole = [[p.nbytes for p in _trainable(op)] for op in operators]
 
-    def matrix_seconds(in_shards: bool) -> Floats:
-        steps = (
-            step_of_matrices(op, training, optimizer, shard_group, model_bytes, owners, in_shards=in_shards)
-            for op in operators
-        )
-        return _prefix([seconds for seconds, _ in steps])
-
+    matrices = partial(_matrix_seconds, operators, training, optimizer, shard_group, model_bytes, owners)
     add = training.implementation(device_kind) != "for-loop"
     return OperatorCosts(
         **columns,
@@ -124,8 +118,8 @@ def _cost_in(
         state_optimizer=_prefix(list(map(partial(_state, training, 1), operators, locals_sharded))),
         local_sharded=_prefix([sum(sizes) for sizes in locals_sharded]),
         local_whole=_prefix([sum(sizes) for sizes in locals_whole]),
-        matrices_sharded=matrix_seconds(True),
-        matrices_whole=matrix_seconds(False),
+        matrices_sharded=matrices(in_shards=True),
+        matrices_whole=matrices(in_shards=False),
         optimizer=optimizer,
         host_optimizer=host_optimizer,
         copy_in=_prefix(
@@ -136,11 +130,10 @@ def _cost_in(
             dtype=float,
         ),
         largest_gradient=np.array(
-            [max(gradients_at_once(op, _computed(op, training)).values(), default=0) for op in operators],
-            dtype=float,
+            [max(gradients_at_once(op, training).values(), default=0) for op in operators], dtype=float
         ),
         last_gradient=np.array(
-            [[0, *gradients_by_parameter(op, _computed(op, training))][-1] for op in operators], dtype=float
+            [[0, *gradients_by_parameter(op, training)][-1] for op in operators], dtype=float
         ),
         world_size=world_size,
         model_bytes=model_bytes,
@@ -152,6 +145,37 @@ def _cost_in(
         slices=cost_slices(operators, world_size=world_size, training=training),
         shard_group=shard_group,
     )
+
+
+def over_group(
+    costs: OperatorCosts, operators: Sequence[Operator], training: Training, group: ShardGroup
+) -> OperatorCosts:
+    """The same costs in one group of as many ranks whose collectives take other times."""
+    costs = replace(costs, shard_group=group, others=())
+    if training.matrix_optimizer is None:
+        return costs
+    # Of all that is not priced by unit, the steps of whole matrices alone send something.
+    matrices = partial(
+        _matrix_seconds, operators, training, costs.optimizer, group, costs.model_bytes, costs.owners
+    )
+    return replace(costs, matrices_sharded=matrices(in_shards=True), matrices_whole=matrices(in_shards=False))
+
+
+def _matrix_seconds(
+    operators: Sequence[Operator],
+    training: Training,
+    optimizer: OptimizerProfile,
+    group: ShardGroup,
+    model_bytes: float,
+    owners: int,
+    *,
+    in_shards: bool,
+) -> Floats:
+    steps = (
+        step_of_matrices(op, training, optimizer, group, model_bytes, owners, in_shards=in_shards)
+        for op in operators
+    )
+    return _prefix([seconds for seconds, _ in steps])
 
 
 def _computed(operator: Operator, training: Training) -> Training:
@@ -173,6 +197,7 @@ def _gradient_bytes(parameter: Parameter, training: Training) -> int:
 
 def gradients_by_parameter(operator: Operator, training: Training) -> list[int]:
     """Gradient bytes of each of its parameters that are trained, as autograd makes them."""
+    training = _computed(operator, training)
     return [_gradient_bytes(parameter, training) for parameter in _trainable(operator)]
 
 
@@ -182,6 +207,7 @@ def gradients_at_once(operator: Operator, training: Training) -> dict[str, int]:
     Those of a matrix product and of a bias come one after the other. Operations with other parameters, such
     as convolutions, norms and recurrent layers, may return all of their gradients together.
     """
+    training = _computed(operator, training)
     by_module: dict[str, list[Parameter]] = {}
     for parameter in _trainable(operator):
         by_module.setdefault(parameter.name.rpartition(".")[0], []).append(parameter)

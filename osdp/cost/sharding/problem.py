@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from osdp.cost.matrix_steps import num_owners, temporary_bytes
-from osdp.cost.sharding.operator_costs import OperatorCosts, cost_operators
+from osdp.cost.sharding.operator_costs import OperatorCosts, cost_operators, over_group
 from osdp.cost.sharding.shard_groups import shard_groups_of
 from osdp.cost.sharding.strategies import NO_SHARD, ROOT, SHARD_OPTIMIZER, UnitStrategy, strategy_table
 from osdp.cost.sharding.timeline import (
@@ -226,20 +226,14 @@ def build_problem(
 
 def with_links(problem: ShardingProblem, device: DeviceInfo) -> ShardingProblem:
     """The same step on the same devices with other times of the same links."""
-    if problem.training.matrix_optimizer is not None:
-        # Its steps send matrices.
-        moved = replace(problem, device=device)
-        costs = _costs_of(moved, problem.timeline.chain)
-    else:
-        first, *others = (
-            replace(costs, shard_group=group, others=())
-            for costs, group in zip(problem.costs.by_group, shard_groups_of(device), strict=True)
-        )
-        costs = replace(first, others=tuple(others))
+    first, *others = (
+        over_group(costs, problem.timeline.chain, problem.stepped, group)
+        for costs, group in zip(problem.costs.by_group, shard_groups_of(device), strict=True)
+    )
     return replace(
         problem,
         device=device,
-        costs=costs,
+        costs=replace(first, others=tuple(others)),
         settings=replace(problem.settings, agreement=_agreement(device)),
     )
 

@@ -279,8 +279,8 @@ def gradient_arrivals(timeline: Timeline, model_desc: ModelDesc, training: Train
     the highest activation of a region may be elsewhere.
     """
     arriving = np.zeros(len(model_desc.segments))
-    # Gradients that a segment's backward begins and ends without.
-    without, lacking = arriving.copy(), arriving.copy()
+    # Bytes of gradients that are not there yet when a segment's backward begins, and when it ends.
+    missing_at_start, missing_at_end = arriving.copy(), arriving.copy()
     late, given = timeline.backward_high.copy(), timeline.backward_high.copy()
     for operator in timeline.chain:
         window = range(operator.first, operator.last + 1)
@@ -294,9 +294,9 @@ def gradient_arrivals(timeline: Timeline, model_desc: ModelDesc, training: Train
         made = np.cumsum(timeline.backward_gradients[operator.first : operator.last + 1])
         # If there are more, some are of operators outside the chain, such as a tied one's.
         if made[-1] <= whole:
-            without[operator.first : first] = made[: first - operator.first]
-            lacking[operator.first + 1 : first + 1] = made[: first - operator.first]
-        without[first : operator.last + 1] = whole
+            missing_at_start[operator.first : first] = made[: first - operator.first]
+            missing_at_end[operator.first + 1 : first + 1] = made[: first - operator.first]
+        missing_at_start[first : operator.last + 1] = whole
         for module, nbytes in gradients_at_once(operator, training).items():
             users = [i for i in using if model_desc.segments[i].module == module] or using or list(window)
             if len({model_desc.segments[i].call for i in users}) > 1:
@@ -304,7 +304,7 @@ def gradient_arrivals(timeline: Timeline, model_desc: ModelDesc, training: Train
                 users = list(range(users[0], users[-1] + 1))
             arriving[users] = np.maximum(arriving[users], nbytes)
     bounds = timeline.bounds
-    so_far = np.maximum(timeline.backward_high - without, late - lacking)
+    so_far = np.maximum(timeline.backward_high - missing_at_start, late - missing_at_end)
     highest, with_gradient, with_sum, with_bucket = (
         _region_max(values, bounds) for values in (timeline.backward_high, late, so_far, given)
     )

@@ -18,6 +18,8 @@ from transformers import Trainer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.trainer import SCHEDULER_NAME, TRAINING_ARGS_NAME
 
+from osdp.integrations.accelerate import follow_reductions
+from osdp.integrations.data_parallel import require_data_parallel
 from osdp.runtime.checkpoint import load, save, save_pretrained
 from osdp.runtime.ranks.shared_faults import raise_together
 from osdp.wrapper import OSDP
@@ -61,15 +63,11 @@ class OSDPTrainer(Trainer):
                 f"OSDPTrainer trains an OSDP model, not a {type(model).__name__}: wrap it first, "
                 "model = OSDP(model, sample_batch, memory_limit), or use Trainer"
             )
-        dims = model.plan.dims
-        if dims.pp > 1 or dims.tp > 1:
-            raise ValueError(
-                "Trainer gives each rank batches of its own and calls the whole model; this plan has "
-                f"pp={dims.pp} and tp={dims.tp}: plan for data parallelism alone, or use model.train_step"
-            )
         self.osdp = model
         super().__init__(model.module, *args, **kwargs)
+        require_data_parallel(model, self.args.world_size, "Trainer")
         self._check_arguments()
+        follow_reductions(self.accelerator, model)
         smoother: Any = self.label_smoother
         if smoother is not None and _predicts_next_tokens(model.module):
             # Trainer goes by the class of what it trains, which is the wrapper's.

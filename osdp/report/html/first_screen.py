@@ -123,10 +123,8 @@ def _limits(report: PlanReport) -> str:
         told = f"if it were twice as fast, there would be {gains[first]:.0%} more throughput"
     rest = ", ".join(f"{name} twice as fast: {gains[name]:.0%}" for name in others)
     # What limits a step need not be what takes most of it.
-    hidden = first == "communication" and "compute" in others
-    beside = (
-        ". Other communication goes on beside compute, which would wait for it if it were faster" * hidden
-    )
+    hides = first == "communication" and any(each.hidden > NO_TIME for each in report.times)
+    beside = ". Other communication goes on beside compute, which would wait for it if it were faster" * hides
     return f"<b>{first}</b>{told} ({rest}){memory}. Of a step: {shares}{beside}"
 
 

@@ -122,7 +122,7 @@ def _alternatives(unit: UnitExplanation, report: PlanReport) -> str:
         time = f"{'+' if seconds >= 0 else '-'}{format_seconds(abs(seconds))} a step"
         memory = f"{'+' if nbytes >= 0 else '-'}{format_bytes(abs(nbytes))} at the peak"
         fit = '<span class="good">fits</span>' if other.fits else '<span class="bad">does not fit</span>'
-        when = f"; better with {escape(', or '.join(other.chosen_if))}" if other.chosen_if else ""
+        when = f"; {escape(other.note)}" if other.note else ""
         lines.append(f"<p><b>{escape(other.choice)}</b>: {time}, {memory}, {fit}{when}</p>")
     best = unit.alternatives[0]
     slower = best.step_seconds - own.step_seconds

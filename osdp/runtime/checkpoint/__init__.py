@@ -12,7 +12,7 @@ Start at :func:`save` and :func:`load`.
 - ``manifest``: sizes and checksums of its files
 - ``restricted``: reading without running what a file says
 - ``match``: whether a checkpoint is one of this model and optimizer
-- ``optimizer_options``: an optimizer's options, in groups
+- ``optimizers``: options of optimizers, in groups, and which states there are
 - ``pretrained``: folders of Hugging Face, written and read by shards
 - ``safetensors_files``: files into which all ranks write their shards in place
 - ``export``: a checkpoint as a file or folder that others open

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
 
+from osdp.codec import quote
 from osdp.comm.objects import broadcast_object, gather_objects, has_process_group
 from osdp.errors import AlteredCheckpointError
 from osdp.runtime.checkpoint.manifest import FileSums, altered, manifest_name, read_manifest
@@ -67,11 +68,17 @@ class CheckpointContents:
             stored = stored_files(metadata.storage_data.values())
         except (ValueError, AttributeError, TypeError) as error:
             raise ValueError(f"{folder / METADATA} cannot be read: {error}") from error
+        if outside := sorted(name for name in stored if not _is_inside(name)):
+            raise ValueError(f"{folder / METADATA} has {quote(outside[0])}, which is not in its folder")
         if files is None and any(map(OWN_FILE.fullmatch, stored)):
             raise AlteredCheckpointError(f"{folder} has lost its manifest, {manifest_name(content)}")
         if files is not None and (unsummed := sorted(stored.keys() - files.keys())):
             raise AlteredCheckpointError(f"the manifest of {folder} does not have {_few(unsummed)}")
         return cls(metadata, files, manifest_name(content))
+
+
+def _is_inside(name: str) -> bool:
+    return not Path(name).is_absolute() and ".." not in Path(name).parts
 
 
 class Verification:

@@ -14,6 +14,7 @@ from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from osdp.runtime.checkpoint.background import wait_for_saves
 from osdp.runtime.checkpoint.contents import read_verified
 from osdp.runtime.checkpoint.folder import describe_failures
 from osdp.runtime.checkpoint.kept import KeptState
@@ -62,6 +63,7 @@ def summarize(path: str | Path) -> CheckpointSummary:
         FileNotFoundError: The folder does not exist.
         ValueError: There is no complete checkpoint in it, or it was altered.
     """
+    wait_for_saves()
     folder = latest_step(path)
     contents = read_verified(folder)
     kept = KeptState.read(folder, contents).plain
@@ -100,6 +102,7 @@ def export(path: str | Path, output: str | Path, *, config: str | Path | None = 
         FileExistsError: ``output`` exists.
         ValueError: The checkpoint is not complete, or was altered.
     """
+    wait_for_saves()
     source, target = latest_step(path), Path(output)
     if target.exists():
         raise FileExistsError(f"{target} exists; name another one, or remove it")

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
@@ -30,7 +31,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from osdp.comm.objects import broadcast_object, is_first
+from osdp.comm.objects import broadcast_object, has_process_group, is_first
 from osdp.runtime.checkpoint.contents import METADATA, OWN_FILE, CheckpointContents, missing_files
 from osdp.runtime.checkpoint.manifest import (
     FileSums,
@@ -64,6 +65,7 @@ class NewCheckpoint:
         # It may be written after the process has gone to another folder.
         self.path = Path(path).absolute()
         self._first = is_first()
+        ranks = dist.get_world_size() if has_process_group() else 1
         self._old: set[str] = set()
         token = secrets.token_hex(6)
         fault: Exception | None = None
@@ -82,7 +84,7 @@ class NewCheckpoint:
         except OSError as error:
             fault = error
         raise_together(fault, f"no checkpoint was saved at {path}")
-        self.writer = CheckpointWriter(self.path, token)
+        self.writer = CheckpointWriter(self.path, token, ranks)
 
     def _prepare(self, probe: Path) -> None:
         self.path.mkdir(parents=True, exist_ok=True)
@@ -141,12 +143,18 @@ class _Written(WriteResult):
 class CheckpointWriter(FileSystemWriter):
     """Writes files under names that no other save uses, and publishes them with their manifest.
 
+    Args:
+        path: The folder.
+        token: A part of the names.
+        ranks: How many ranks write; without them all nothing is published.
+
     Attributes:
         written: On rank 0, the files that it has published.
     """
 
-    def __init__(self, path: Path, token: str) -> None:
+    def __init__(self, path: Path, token: str, ranks: int) -> None:
         super().__init__(path, sync_files=True)
+        self._ranks = ranks
         self._publishing = _Publishing(self._before_publishing)
         self.fs = self._publishing
         self.written: set[str] = set()
@@ -177,7 +185,17 @@ class CheckpointWriter(FileSystemWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """``plans`` with the names of the files that each rank will write."""
+        """``plans`` with the names of the files that each rank will write.
+
+        Raises:
+            RuntimeError: They are not those of all ranks. Without a process group torch takes each rank for
+                the only one, and a part of the model would replace the old checkpoint.
+        """
+        if len(plans) != self._ranks:
+            raise RuntimeError(
+                f"{len(plans)} of {self._ranks} ranks take part: the process group was destroyed while a "
+                "save in the background was under way; wait() for it first"
+            )
         return [with_file_prefix(plan, f"__{self._token}_{rank}_") for rank, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -254,6 +272,12 @@ def describe_failures(error: CheckpointException) -> str:
     """The errors of all ranks in a save or a load, on one line."""
     errors = {rank: f"{type(cause).__name__}: {cause}" for rank, (cause, _) in error.failures.items()}
     return by_ranks(errors, world_size=0)
+
+
+def interruption_in(error: CheckpointException) -> BaseException | None:
+    """What interrupted this rank, such as Ctrl-C, which torch passes on as if it were a failure."""
+    own, _ = error.failures.get(dist.get_rank() if has_process_group() else 0, (None, None))
+    return own if isinstance(own, (KeyboardInterrupt, SystemExit)) else None
 
 
 def sync(path: Path) -> None:

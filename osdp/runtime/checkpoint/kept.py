@@ -22,6 +22,9 @@ logger = logging.getLogger(__name__)
 
 _FILE = "_kept.pt"
 
+#: What is wrong with what has DTensors, where one rank's is kept.
+ONE_PART_ALONE = "has DTensors, of which other ranks have parts: keep whole tensors (full_tensor())"
+
 
 @dataclass(frozen=True)
 class Kept:
@@ -48,8 +51,19 @@ class KeptState:
     plain: dict[str, Any]
 
     @classmethod
-    def of(cls, scheduler: Any, step: int | None, rng: bool, data: Any, extra: Any) -> Self:
+    def of(
+        cls, layout: list[int], scheduler: Any, step: int | None, rng: bool, data: Any, extra: Any
+    ) -> Self:
         """What is to be saved, with that of all ranks; every rank calls it.
+
+        Args:
+            layout: The number of ranks of each kind. Where it is another one, rank 1, say, is not the same:
+                ranks of one tensor group have the same data and random numbers.
+            scheduler: As for :func:`osdp.runtime.checkpoint.save`, as are the others.
+            step: As there.
+            rng: As there.
+            data: As there.
+            extra: As there.
 
         Raises:
             ValueError: Some of it could not be read back; names what.
@@ -68,6 +82,7 @@ class KeptState:
                 "scheduler_class": None if scheduler is None else type(scheduler).__name__,
                 "step": step,
                 "extra": extra,
+                "layout": layout,
             }
             named = {**mine, **shared}.items()
             if faults := [f"{name} {words}" for name, value in named if (words := _fault(value))]:
@@ -120,13 +135,14 @@ class KeptState:
                 "scheduler= out, or pass one of that class; nothing was loaded"
             )
 
-    def restore(self, scheduler: Any, data: Any) -> Kept:
+    def restore(self, layout: list[int], scheduler: Any, data: Any) -> Kept:
         """Set what belongs to this rank; returns the rest."""
         if scheduler is not None:
             scheduler.load_state_dict(self.plain["scheduler"])
         rank, size = (dist.get_rank(), dist.get_world_size()) if has_process_group() else (0, 1)
         ranks: Sequence[dict[str, Any]] = self.plain["ranks"]
-        if len(ranks) == size:
+        saved = self.plain.get("layout", layout)  # not in checkpoints of earlier versions
+        if len(ranks) == size and saved == layout:
             mine = ranks[rank]
             if mine["rng"] is not None:
                 _set_random_states(mine["rng"])
@@ -134,37 +150,66 @@ class KeptState:
                 data.load_state_dict(mine["data"])
         elif any(mine["rng"] is not None or mine["data"] is not None for mine in ranks) and is_first():
             logger.warning(
-                "the checkpoint is of %d ranks, these are %d: random numbers and data loaders, which it has "
-                "for each rank, start anew",
-                len(ranks),
-                size,
+                "the checkpoint is of %s, these are %s: random numbers and data loaders, which it has for "
+                "each rank, start anew",
+                _layout_text(len(ranks), saved),
+                _layout_text(size, layout),
             )
         return Kept(self.plain.get("step"), self.plain.get("extra"))
+
+
+def _layout_text(ranks: int, layout: list[int]) -> str:
+    return f"{ranks} ranks (dp={layout[0]}, tp={layout[1]}, pp={layout[2]})"
+
+
+def unreadable(state: dict[str, dict[str, Any]]) -> ValueError | None:
+    """What is wrong with values beside the tensors of a state dict that could not be read back."""
+    # Parameters of a group share its options.
+    distinct = {
+        id(value): (name, value)
+        for values in state.values()
+        for name, value in values.items()
+        if not isinstance(value, torch.Tensor)
+    }
+    faults = [
+        f"{name} {words}" for name, value in distinct.values() if (words := _fault(_without_entries(value)))
+    ]
+    return ValueError("; ".join(faults)) if faults else None
+
+
+def _without_entries(value: Any) -> Any:
+    """``value`` without the tensors in dicts and lists, which are entries of their own in a checkpoint."""
+    if isinstance(value, dict):
+        return {name: _without_entries(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_without_entries(inner) for inner in value]
+    return None if isinstance(value, torch.Tensor) else value
 
 
 def _fault(value: Any) -> str:
     """Why ``value`` could not be read back; empty if it can."""
     if value is None or type(value) in (bool, int, float, str):
         return ""
-    if _has_dtensor(value):
-        return "has DTensors, of which other ranks have parts: keep whole tensors (full_tensor())"
+    if has_dtensor(value):
+        return ONE_PART_ALONE
     file = io.BytesIO()
     try:
         torch.save(value, file)
         file.seek(0)
         torch.load(file, weights_only=True)
-    except (pickle.PicklingError, pickle.UnpicklingError, TypeError, AttributeError) as error:
-        reason = str(error).strip().splitlines()[0]
+    except Exception as error:  # of the user's own
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         return (
             f"is more than numbers, words, lists, dicts and tensors, which is all that is read back: {reason}"
         )
     return ""
 
 
-def _has_dtensor(value: Any) -> bool:
+def has_dtensor(value: Any) -> bool:
+    """Whether there are DTensors in containers, such as an average of a sharded model's weights."""
     if isinstance(value, dict):
-        return any(map(_has_dtensor, value.values()))
-    return isinstance(value, DTensor) or (isinstance(value, (list, tuple)) and any(map(_has_dtensor, value)))
+        return any(map(has_dtensor, value.values()))
+    return isinstance(value, DTensor) or (isinstance(value, (list, tuple)) and any(map(has_dtensor, value)))
 
 
 def _random_states() -> dict[str, Any]:

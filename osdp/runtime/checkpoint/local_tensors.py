@@ -4,6 +4,7 @@
 after it was given all: the copy of a background save would hold a replicated model once on each rank.
 """
 
+import copy
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -69,6 +70,15 @@ def in_exact_storage(found: torch.Tensor) -> torch.Tensor:
         return found
     alone = torch.from_numpy(found.view(-1).view(torch.uint8).numpy())
     return alone.view(found.dtype).view(found.shape)
+
+
+def refuse_meta(model: nn.Module) -> None:
+    """Raise for a plain model on ``meta``, where nothing can be loaded."""
+    if not hasattr(model, "plan") and any(parameter.is_meta for parameter in model.parameters()):
+        raise ValueError(
+            "parameters of the model are on meta, where nothing can be loaded: "
+            "model.to_empty(device=...) first, or wrap it by OSDP(model, ...)"
+        )
 
 
 def digest(state: dict[str, Any]) -> str:
@@ -146,4 +156,6 @@ def _unshared(value: Any) -> Any:
     """``value`` with containers of its own, which training does not change while they are written."""
     if isinstance(value, dict):
         return {name: _unshared(inner) for name, inner in value.items()}
-    return type(value)(map(_unshared, value)) if type(value) in (list, tuple) else value
+    if type(value) in (list, tuple):
+        return type(value)(map(_unshared, value))
+    return value if isinstance(value, torch.Tensor) else copy.deepcopy(value)

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from osdp.codec import quote
 from osdp.errors import AlteredCheckpointError
 
 T = TypeVar("T")
@@ -122,7 +123,7 @@ class _SummedBytes(io.FileIO):
 
 
 def submitted(pool: ThreadPoolExecutor, call: Callable[[T], None], argument: T) -> Future[None]:
-    """What a thread makes of a call; at the end of the program, when pools take no more, this one."""
+    """Run ``call(argument)`` in ``pool``; in this thread once the interpreter is shutting down."""
     try:
         return pool.submit(call, argument)
     except RuntimeError:  # a last save in the background is still written
@@ -168,10 +169,17 @@ def read_manifest(folder: Path, metadata: bytes) -> dict[str, FileSums] | None:
     body, newline, digest = file.read_bytes().removesuffix(b"\n").rpartition(b"\n")
     if not newline or hashlib.sha256(body).hexdigest().encode() != digest:
         raise AlteredCheckpointError(f"{file} is not what was saved")
-    found = json.loads(body)
-    if found["version"] != _VERSION or found["chunk"] != CHUNK:
-        raise AlteredCheckpointError(f"{file} has version {found['version']}, which this osdp does not read")
-    return {name: FileSums(entry["bytes"], tuple(entry["crc32"])) for name, entry in found["files"].items()}
+    try:
+        found = json.loads(body)
+        version, is_known = found["version"], (found["version"], found["chunk"]) == (_VERSION, CHUNK)
+        files = {name: FileSums(int(e["bytes"]), tuple(e["crc32"])) for name, e in found["files"].items()}
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        raise AlteredCheckpointError(f"{file} is no manifest") from error
+    if not is_known:
+        raise AlteredCheckpointError(f"{file} has version {version}, which this osdp does not read")
+    if outside := sorted(name for name in files if Path(name).name != name):
+        raise AlteredCheckpointError(f"{file} has {quote(outside[0])}, which is not in its folder")
+    return files
 
 
 def altered(folder: Path, files: Mapping[str, FileSums], rank: int = 0, world_size: int = 1) -> Iterator[str]:

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import (
@@ -29,10 +30,11 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor
 
+from osdp.codec import read_json
 from osdp.comm.objects import broadcast_object, gather_objects, is_first
 from osdp.runtime.checkpoint.blocked_states import in_blocks_of, in_one_block
-from osdp.runtime.checkpoint.folder import describe_failures, sync
-from osdp.runtime.checkpoint.local_tensors import digest, owned_part
+from osdp.runtime.checkpoint.folder import describe_failures, interruption_in, sync
+from osdp.runtime.checkpoint.local_tensors import digest, owned_part, refuse_meta
 from osdp.runtime.checkpoint.safetensors_files import (
     INDEX,
     WholeTensor,
@@ -40,6 +42,7 @@ from osdp.runtime.checkpoint.safetensors_files import (
     lay_out,
     write_parts,
 )
+from osdp.runtime.checkpoint.steps import url_fault
 from osdp.runtime.ranks.shared_faults import raise_together
 from osdp.torch_private.saving import in_one_process
 
@@ -48,6 +51,10 @@ _FILE_BYTES = 5 * 10**9
 
 #: Weights in a folder of Hugging Face.
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
+_SINGLE = "model.safetensors"
+
+#: How the temporary folder's name begins.
+_NEW = ".saving-"
 
 #: Number of names that a message lists.
 _LISTED = 5
@@ -67,6 +74,7 @@ def save_pretrained(model: nn.Module, folder: str | Path) -> None:
         RuntimeError: A rank could not write; raised on all ranks.
         ValueError: Safetensors have no such dtype as some tensors.
     """
+    raise_together(url_fault(folder))
     module, path = _module_of(model), Path(folder)
     # Stored parameters are registered between steps only.
     state = in_one_block(dict(get_model_state_dict(model)))
@@ -77,7 +85,7 @@ def save_pretrained(model: nn.Module, folder: str | Path) -> None:
     state = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
     for name in _left_out(module):
         state.pop(name, None)
-    new = path / f".saving-{broadcast_object(secrets.token_hex(6))}"
+    new = path / f"{_NEW}{broadcast_object(secrets.token_hex(6))}"
     mine = {name: WholeTensor(value.dtype, tuple(value.shape)) for name, value in state.items()}
     # Of all ranks, in the order of their stages.
     everyone = gather_objects((mine, digest(state)))
@@ -88,6 +96,9 @@ def save_pretrained(model: nn.Module, folder: str | Path) -> None:
     try:
         try:
             if is_first():
+                for left in path.glob(f"{_NEW}*"):
+                    if left.is_dir():  # by a save that was killed
+                        shutil.rmtree(left, ignore_errors=True)
                 new.mkdir(parents=True)
                 create_files(new, files)
         except OSError as error:
@@ -98,6 +109,7 @@ def save_pretrained(model: nn.Module, folder: str | Path) -> None:
             new.mkdir(parents=True, exist_ok=True)
             write_parts(new, files, owned_part(state, digests))
         except FileNotFoundError:
+            shutil.rmtree(new, ignore_errors=True)  # which nobody else sees
             fault = RuntimeError(
                 f"{socket.gethostname()} does not see what rank 0 writes to {path.absolute()}: name one "
                 "folder, on a file system that all ranks share"
@@ -124,18 +136,20 @@ def load_pretrained(model: nn.Module, folder: str | Path) -> None:
 
     Args:
         model: A model under any plan, or plain.
-        folder: A folder with one or several files of safetensors.
+        folder: A folder with ``model.safetensors``, or with several files and their index. Other files in
+            it, such as copies in another dtype, are not read.
 
     Raises:
-        FileNotFoundError: There is no such folder, or it has no safetensors.
-        ValueError: Names or shapes differ; lists them. Nothing was changed.
+        FileNotFoundError: There is no such folder, or it has no safetensors, or not all that its index names.
+        ValueError: Names or shapes differ, which are listed; or there is no index to several files, as a
+            save leaves them that was killed; or the model is on ``meta``. Nothing was changed.
         RuntimeError: A rank could not read a file; the model may be partly overwritten.
     """
     path = Path(folder)
+    refuse_meta(model)
     reader, metadata, fault = HuggingFaceStorageReader(str(path)), Metadata({}), None
     try:
-        if not any(_WEIGHTS.fullmatch(name) for name in os.listdir(path)):
-            raise FileNotFoundError(f"{path} has no model*.safetensors")
+        reader.fs = _OnlyFiles([str(path / name) for name in _weight_files(path)])
         metadata = reader.read_metadata()
     except (OSError, ValueError, RuntimeError) as error:
         fault = error
@@ -145,7 +159,7 @@ def load_pretrained(model: nn.Module, folder: str | Path) -> None:
     state = in_one_block(dict(get_model_state_dict(model)))
     state = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
     saved = metadata.state_dict_metadata
-    # A tied parameter may be there under any of its names.
+    # A tied parameter may be there under other names, too.
     for name in _left_out(_module_of(model)):
         if name not in saved:
             state.pop(name, None)
@@ -154,10 +168,47 @@ def load_pretrained(model: nn.Module, folder: str | Path) -> None:
         with in_one_process():
             state_dict_loader.load(state, storage_reader=reader)
     except CheckpointException as error:
+        if (interruption := interruption_in(error)) is not None:
+            raise interruption from error
         raise RuntimeError(
             f"{path} was not loaded, and some of the model may be overwritten: {describe_failures(error)}"
         ) from error
     set_model_state_dict(model, in_blocks_of(model, state), options=StateDictOptions(strict=False))
+
+
+class _OnlyFiles(FileSystem):
+    """A file system whose folders have these files alone."""
+
+    def __init__(self, files: list[str]) -> None:
+        self._files = files
+
+    def ls(self, path: str | os.PathLike[str]) -> list[str]:
+        """The files."""
+        return self._files
+
+
+def _weight_files(folder: Path) -> list[str]:
+    """The files with the model's weights, as transformers chooses them but for the index, which comes first.
+
+    It is the last to be written and the first to be removed.
+    """
+    names = [name for name in os.listdir(folder) if _WEIGHTS.fullmatch(name)]
+    if (folder / INDEX).exists():
+        listed = sorted(set(read_json(folder / INDEX)["weight_map"].values()))
+        missing = [name for name in listed if not (folder / name).exists()]
+        if missing and _SINGLE in names:
+            return [_SINGLE]  # transformers leaves the index of what it has replaced
+        if missing:
+            raise FileNotFoundError(f"{folder} lacks {_few(missing)}, which {INDEX} names")
+        return listed
+    if _SINGLE in names:
+        return [_SINGLE]
+    if names:
+        raise ValueError(
+            f"{folder} has {_few(sorted(names))} and no {INDEX}: a save into it was interrupted, and they "
+            "may be of several saves"
+        )
+    raise FileNotFoundError(f"{folder} has no model*.safetensors")
 
 
 def _module_of(model: nn.Module) -> nn.Module:
@@ -193,7 +244,8 @@ def _save_configurations(module: nn.Module, folder: Path) -> None:
     config: Any = getattr(module, "config", None)
     if hasattr(config, "save_pretrained"):
         config = copy(config)
-        config.architectures = [type(module).__name__]
+        # A model that computes the loss in slices has transformers' own inside.
+        config.architectures = [type(vars(module).get("model_with_logits", module)).__name__]
         with suppress(StopIteration):
             config.dtype = next(p.dtype for p in module.parameters() if p.is_floating_point())
         config.save_pretrained(folder)

@@ -202,7 +202,9 @@ class RestrictedPlanner(DefaultLoadPlanner):
     """Loads what is no tensor without running any code in it."""
 
     def __init__(self) -> None:
-        super().__init__()
+        # What there are of the older kind of sharded tensors is not nested; looking for such loses empty
+        # mappings in lists.
+        super().__init__(flatten_sharded_tensors=False)
         #: Values that cannot change, by their bytes: each parameter has the options of its group.
         self._seen: dict[bytes, Any] = {}
 

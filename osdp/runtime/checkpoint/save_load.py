@@ -7,8 +7,7 @@ written under their owner's name.
 """
 
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
@@ -25,7 +24,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
-from osdp.comm.objects import is_first
+from osdp.comm.objects import has_process_group, is_first
+from osdp.plan.plan import Plan
 from osdp.runtime.checkpoint.background import (
     AsyncSave,
     background_group,
@@ -35,22 +35,25 @@ from osdp.runtime.checkpoint.background import (
 )
 from osdp.runtime.checkpoint.blocked_states import in_blocks_of, in_one_block
 from osdp.runtime.checkpoint.contents import Verification, read_verified
-from osdp.runtime.checkpoint.folder import NewCheckpoint, describe_failures
-from osdp.runtime.checkpoint.kept import Kept, KeptState
+from osdp.runtime.checkpoint.folder import NewCheckpoint, describe_failures, interruption_in
+from osdp.runtime.checkpoint.kept import Kept, KeptState, unreadable
 from osdp.runtime.checkpoint.local_tensors import (
     digest,
     in_exact_storage,
     local_tensors,
     map_local,
     owned_part,
+    refuse_meta,
 )
-from osdp.runtime.checkpoint.match import require_same
-from osdp.runtime.checkpoint.optimizer_options import (
-    are_in_groups,
-    as_held,
+from osdp.runtime.checkpoint.match import laid_out_as_saved, require_same, with_own_keys
+from osdp.runtime.checkpoint.optimizers import (
+    SavedOptimizers,
+    all_initialised,
+    as_they_are,
     in_groups,
-    mixed_options,
-    read_options,
+    plain_option,
+    refuse_others,
+    without_empty_groups,
     without_options,
 )
 from osdp.runtime.checkpoint.restricted import RestrictedPlanner, RestrictedReader
@@ -105,7 +108,12 @@ def train_state(model: nn.Module, optimizer: Optimizers) -> State:
     """
     for each in _each(optimizer):
         Replaced().exchange_in(each)  # it may have been made before the model was wrapped
-    of_model, of_optimizer = get_state_dict(model, _each(optimizer), options=_FLAT)
+    refuse_others(model, _each(optimizer))
+    with without_empty_groups(_each(optimizer)) as stepping:
+        if stepping:
+            of_model, of_optimizer = get_state_dict(model, stepping, options=_FLAT)
+        else:  # a stage that none of the optimizers steps
+            of_model, of_optimizer = get_model_state_dict(model), {}
     return {
         "model": in_one_block(of_model),
         "optimizer": _renamed(in_one_block(dict(of_optimizer)), _links(model).owners),
@@ -117,13 +125,18 @@ def set_train_state(model: nn.Module, optimizer: Optimizers, state: State) -> No
     for each in _each(optimizer):
         Replaced().exchange_in(each)
     of_optimizer = _for_copies(state["optimizer"], _links(model).owners, dict(model.named_parameters()))
-    set_state_dict(
-        model,
-        _each(optimizer),
-        model_state_dict=in_blocks_of(model, state["model"]),
-        optim_state_dict=in_blocks_of(model, of_optimizer, prefix="state."),
-        options=_FLAT,
-    )
+    of_model = in_blocks_of(model, state["model"])
+    with without_empty_groups(_each(optimizer)) as stepping:
+        if not stepping:
+            set_model_state_dict(model, of_model)
+            return
+        set_state_dict(
+            model,
+            stepping,
+            model_state_dict=of_model,
+            optim_state_dict=in_blocks_of(model, of_optimizer, prefix="state."),
+            options=_FLAT,
+        )
 
 
 def _renamed(flat: State, names: Mapping[str, str]) -> State:
@@ -134,7 +147,7 @@ def _renamed(flat: State, names: Mapping[str, str]) -> State:
         old = next((prefix for prefix in prefixes if key.startswith(prefix)), None)
         return key if old is None else prefixes[old] + key.removeprefix(old)
 
-    return {renamed(key): value for key, value in flat.items()}
+    return {renamed(key): plain_option(value) for key, value in flat.items()}
 
 
 def _for_copies(flat: State, owners: Mapping[str, str], held: Collection[str]) -> State:
@@ -184,12 +197,11 @@ def save(
             ``keep_last`` has no ``step``, or ``path`` has a later one.
     """
     wait_for_saves()
-    raise_together(url_fault(path))
+    state, fault = _stored(model, optimizer)
+    raise_together(url_fault(path) or fault, "nothing was saved")
     folder = step_folder(path, step, keep_last)
-    kept = KeptState.of(scheduler, step, rng, data, extra).packed()
-    new = NewCheckpoint(folder)
-    with _fresh_again(optimizer):
-        _write(new, map_local(_stored(model, optimizer), in_exact_storage), kept)
+    kept = KeptState.of(_layout(model), scheduler, step, rng, data, extra).packed()
+    _write(NewCheckpoint(folder), map_local(_grouped(model, state), in_exact_storage), kept)
     remove_older_steps(path, keep_last)
 
 
@@ -220,28 +232,29 @@ def save_async(
     # Two would hold two copies, and each would take what the other writes for what a killed save has left.
     wait_for_saves()
     step, keep_last = options.get("step"), options.get("keep_last")
-    with _fresh_again(optimizer):
-        state = _stored(model, optimizer)
-        mine = owned_part(state, gather_or_raise(url_fault(path), digest(state)))
-        folder = step_folder(path, step, keep_last)
-        steps = Path(path).absolute()
-        tensors = list(local_tensors(mine))
-        nbytes = sum(tensor.nbytes for tensor in tensors)
-        raise_together(room_fault(model, nbytes), "nothing was saved")
-        if is_first():
-            logger.info("a copy of this rank's shards takes %s of host memory", format_bytes(nbytes))
-        copying = start_copy(model, tensors)
-        try:
-            kept = KeptState.of(
-                options.get("scheduler"),
-                step,
-                options.get("rng", False),
-                options.get("data"),
-                options.get("extra"),
-            ).packed()
-            new = NewCheckpoint(folder)
-        finally:
-            fault = copying.exception()  # it was made while ranks agreed
+    state, refused = _stored(model, optimizer)
+    digests = gather_or_raise(url_fault(path) or refused, digest(state), "nothing was saved")
+    mine = owned_part(_grouped(model, state), digests)
+    folder = step_folder(path, step, keep_last)
+    steps = Path(path).absolute()
+    tensors = list(local_tensors(mine))
+    nbytes = sum(tensor.nbytes for tensor in tensors)
+    raise_together(room_fault(model, nbytes), "nothing was saved")
+    if is_first():
+        logger.info("a copy of this rank's shards takes %s of host memory", format_bytes(nbytes))
+    copying = start_copy(model, tensors)
+    try:
+        kept = KeptState.of(
+            _layout(model),
+            options.get("scheduler"),
+            step,
+            options.get("rng", False),
+            options.get("data"),
+            options.get("extra"),
+        ).packed()
+        new = NewCheckpoint(folder)
+    finally:
+        fault = copying.exception()  # it was made while ranks agreed
     group = background_group()
     # Training does not wait until the copies are laid out. What they are of is not held after that.
     held = [mine]
@@ -259,7 +272,10 @@ def save_async(
         except Exception:
             new.discard()
             raise
-        _write(new, laid_out, kept, group)
+        try:
+            _write(new, laid_out, kept, group)
+        finally:
+            laid_out.clear()  # an error's traceback would hold the copy
         remove_older_steps(steps, keep_last)
 
     return AsyncSave(write)
@@ -273,6 +289,8 @@ def _write(new: NewCheckpoint, state: State, kept: bytes, group: dist.ProcessGro
             state_dict_saver.save(state, storage_writer=new.writer, process_group=group)
     except CheckpointException as error:
         new.discard()
+        if (interruption := interruption_in(error)) is not None:
+            raise interruption from error
         raise RuntimeError(
             f"no checkpoint was saved at {new.path}, which has what it had before: {describe_failures(error)}"
         ) from error
@@ -293,7 +311,9 @@ def load(
     """Read the folder ``path`` into ``model`` and what else trains it; every rank calls it.
 
     Every byte of the checkpoint is checked first, by all ranks together; nothing in it is run. If the
-    states of random number generators were saved, and on as many ranks, they are set.
+    states of random number generators were saved, and on as many ranks, they are set. Parameters that had
+    not been stepped when it was saved have no optimizer states afterwards either; options that it lacks,
+    such as those of a new scheduler, stay as they are.
 
     Args:
         path: A folder written by :func:`save`, under any plan and world size; or one with several steps, of
@@ -315,50 +335,50 @@ def load(
         RuntimeError: A rank could not read a file; the model may be partly overwritten.
     """
     wait_for_saves()
-    if not hasattr(model, "plan") and any(parameter.is_meta for parameter in model.parameters()):
-        raise ValueError(
-            "parameters of the model are on meta, where nothing can be loaded: "
-            "model.to_empty(device=...) first, or wrap it by OSDP(model, ...)"
-        )
+    refuse_meta(model)
     folder = latest_step(path)
     verification = Verification.start(folder)
-    fresh = [each for each in _each(optimizer) if not each.state]
-    try:
-        # While the disk is read.
-        with _gradients_aside(fresh):
-            state = _state(model, optimizer)
+    optimizers = _each(optimizer)
+    with all_initialised(optimizers):
+        state: State = {}
+        fault: Exception | None = None
+        try:
+            # While the disk is read.
+            state = _state(model, optimizers)
+        except Exception as error:  # the other ranks wait
+            fault = error
         contents = verification.finish()
+        raise_together(fault, "nothing was loaded")
         kept = KeptState.read(folder, contents)
         kept.check(scheduler, str(folder))
-        options: State = {}
-        mixed: list[str] = []
-        if _each(optimizer) and are_in_groups(contents.metadata):
-            options = read_options(folder, contents.metadata)
-            owners = _links(model).owners
-            names = {id(p): owners.get(name, name) for name, p in model.named_parameters()}
-            mixed = [fault for each in _each(optimizer) for fault in mixed_options(each, names, options)]
-        require_same(contents.metadata, state, str(folder), options, mixed)
-        read = without_options(state) if options else state
-        with in_one_process():
-            reader = RestrictedReader(folder, contents.metadata)
-            state_dict_loader.load(read, storage_reader=reader, planner=RestrictedPlanner())
-        if options:
-            held = state["optimizer"]
-            mine = {name: as_held(options[name], held[name]) for name in held if name in options}
-            state = {**read, "optimizer": {**read["optimizer"], **mine}}
-    except (Exception, CheckpointException) as error:  # the latter is a BaseException
-        for each in fresh:
-            each.state.clear()
-        if not isinstance(error, CheckpointException):
-            raise
-        raise RuntimeError(
-            f"{folder} was not loaded, and some of the model may be overwritten: {describe_failures(error)}"
-        ) from error
-    if _each(optimizer):
-        set_train_state(model, _each(optimizer), state)
-    else:
-        set_model_state_dict(model, in_blocks_of(model, state["model"]))
-    return kept.restore(scheduler, data)
+        owners = _links(model).owners
+        names = {id(p): owners.get(name, name) for name, p in model.named_parameters()}
+        saved = SavedOptimizers.read(folder, contents.metadata, optimizers, names, state.get("optimizer", {}))
+        device = next((each.device for each in model.parameters()), torch.device("cpu"))
+        wanted = {"model": laid_out_as_saved(state["model"], contents.metadata, device)}
+        wanted |= {"optimizer": saved.wanted} if optimizers else {}
+        require_same(contents.metadata, wanted, str(folder), saved.options, saved.mixed)
+        read = without_options(wanted) if saved.options else wanted
+        try:
+            with in_one_process():
+                reader = RestrictedReader(folder, contents.metadata)
+                state_dict_loader.load(read, storage_reader=reader, planner=RestrictedPlanner())
+        except CheckpointException as error:
+            if (interruption := interruption_in(error)) is not None:
+                raise interruption from error
+            raise RuntimeError(
+                f"{folder} was not loaded, and some of the model may be overwritten: "
+                f"{describe_failures(error)}"
+            ) from error
+        of_model = {name: with_own_keys(value) for name, value in read["model"].items()}
+        if optimizers:
+            set_train_state(
+                model, optimizers, {"model": of_model, "optimizer": saved.completed(read["optimizer"])}
+            )
+            saved.drop_unstepped(optimizers, names)
+        else:
+            set_model_state_dict(model, in_blocks_of(model, of_model))
+    return kept.restore(_layout(model), scheduler, data)
 
 
 def verify(path: str | Path) -> None:
@@ -377,8 +397,20 @@ def verify(path: str | Path) -> None:
         )
 
 
-def _stored(model: nn.Module, optimizer: Optimizers | None) -> State:
-    return in_groups(_state(model, optimizer), in_stages=_links(model).stage_group is not None)
+def _stored(model: nn.Module, optimizer: Optimizers | None) -> tuple[State, Exception | None]:
+    """What is to be saved, before options are in groups; and what is wrong with it on this rank."""
+    try:
+        for each in _each(optimizer):
+            Replaced().exchange_in(each)
+        with as_they_are(_each(optimizer)):
+            state = _state(model, optimizer)
+        return state, unreadable(state)
+    except Exception as error:  # the other ranks wait
+        return {}, error
+
+
+def _grouped(model: nn.Module, state: State) -> State:
+    return in_groups(state, in_stages=_links(model).stage_group is not None)
 
 
 def _state(model: nn.Module, optimizer: Optimizers | None) -> State:
@@ -387,29 +419,12 @@ def _state(model: nn.Module, optimizer: Optimizers | None) -> State:
     return {"model": in_one_block(dict(get_model_state_dict(model)))}
 
 
-@contextmanager
-def _gradients_aside(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[None]:
-    """Inside there are no gradients: while there are, torch does not look which states there will be."""
-    groups = [group for each in optimizers for group in each.param_groups]
-    gradients = [(parameter, parameter.grad) for group in groups for parameter in group["params"]]
-    for parameter, _ in gradients:
-        parameter.grad = None
-    try:
-        yield
-    finally:
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
-
-
-@contextmanager
-def _fresh_again(optimizer: Optimizers | None) -> Iterator[None]:
-    """Keep a new optimizer without states: torch runs a step to learn which there will be."""
-    fresh = [each for each in _each(optimizer) if not each.state]
-    try:
-        yield
-    finally:
-        for each in fresh:
-            each.state.clear()
+def _layout(model: nn.Module) -> list[int]:
+    """How many ranks there are of each kind: data-parallel, tensor-parallel, stages."""
+    plan: Plan | None = getattr(model, "plan", None)
+    if plan is None:
+        return [dist.get_world_size() if has_process_group() else 1, 1, 1]
+    return [plan.dp, plan.tp, plan.pp]
 
 
 def whole_state_dict(model: nn.Module) -> State:

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from osdp.comm.objects import is_first, on_first_rank
-from osdp.runtime.checkpoint.contents import METADATA
+from osdp.runtime.checkpoint.contents import METADATA, OWN_FILE
 from osdp.runtime.ranks.shared_faults import raise_together
 
 logger = logging.getLogger(__name__)
@@ -26,9 +26,10 @@ def step_folder(path: str | Path, step: int | None, keep_last: int | None) -> Pa
     """
     if keep_last is None:
         return Path(path)
-    if keep_last < 1 or step is None or step < 0:
+    if keep_last < 1 or not isinstance(step, int) or step < 0:
         raise ValueError(
-            f"keep_last={keep_last} keeps checkpoints by step: pass step=, 0 or more, and keep 1 or more"
+            f"keep_last={keep_last} keeps checkpoints by step: pass step=, a whole number from 0, got {step}"
+            ", and keep 1 or more"
         )
     refusal = on_first_rank(partial(_why_not, Path(path), step))
     if refusal:
@@ -73,7 +74,7 @@ def remove_older_steps(path: str | Path, keep_last: int | None) -> None:
     try:
         kept = _complete_steps(Path(path))[-keep_last:]
         older = [each for each in _steps(Path(path)) if kept and _number(each) < _number(kept[0])]
-        older = [each for each in older if not each.is_symlink()]  # what it leads to is somebody's own
+        older = [each for each in older if _is_own(each)]
     except OSError as error:
         logger.warning("cannot look for older checkpoints in %s: %s", path, error)
         return
@@ -84,6 +85,13 @@ def remove_older_steps(path: str | Path, keep_last: int | None) -> None:
             shutil.rmtree(folder)
         except OSError as error:
             logger.warning("cannot remove %s, which is not kept any more: %s", folder, error)
+
+
+def _is_own(folder: Path) -> bool:
+    """Whether a folder is, or was to be, a checkpoint; what a link leads to is somebody's own."""
+    if folder.is_symlink() or not folder.is_dir():
+        return False
+    return is_checkpoint(folder) or any(OWN_FILE.fullmatch(entry.name) for entry in folder.iterdir())
 
 
 def is_checkpoint(folder: Path) -> bool:

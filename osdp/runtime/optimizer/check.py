@@ -72,6 +72,7 @@ class OptimizerCheck:
         self._known: weakref.WeakKeyDictionary[Optimizer, list[int]] = weakref.WeakKeyDictionary()
         #: Those that have stepped on the model, under this plan or an earlier one.
         self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._in_step: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._local_steps: weakref.WeakKeyDictionary[Optimizer, LocalSteps] = weakref.WeakKeyDictionary()
         self._had_gradients = False
         self._told_surplus = False
@@ -79,8 +80,18 @@ class OptimizerCheck:
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        """Those that have stepped on the model."""
-        return [optimizer for optimizer in self._stepped if self._is_over_mine(optimizer)]
+        """Those that have stepped on the model, in the order of their first parameters, as on all ranks."""
+        places = {key: place for place, key in enumerate(self._parameters)}
+
+        def place(optimizer: Optimizer) -> int:
+            return min(places[key] for key in _identities(optimizer) if key in places)
+
+        return sorted((each for each in self._stepped if self._is_over_mine(each)), key=place)
+
+    @property
+    def is_in_step(self) -> bool:
+        """Whether one of them is in a step, such as one that calls a closure."""
+        return len(self._in_step) > 0
 
     def close(self) -> Replaced:
         """Check no more steps; returns the parameters that were replaced."""
@@ -122,6 +133,7 @@ class OptimizerCheck:
         if not self._had_gradients:
             self._look_for_gradients(optimizer)
         if self._is_over_mine(optimizer):
+            self._in_step.add(optimizer)
             self._running.free_copies()
             steps = self._local_steps.get(optimizer)
             if compiled and is_muon(optimizer):
@@ -134,6 +146,7 @@ class OptimizerCheck:
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Gather what ``optimizer`` has updated in shards, so that each rank can evaluate by itself."""
+        self._in_step.discard(optimizer)
         if self._is_over_mine(optimizer):
             parameters = (p for group in optimizer.param_groups for p in group["params"])
             self._running.after_step({id(p) for p in parameters if p.grad is not None})

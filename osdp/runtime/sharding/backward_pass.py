@@ -66,6 +66,7 @@ class BackwardPass:
         runs: Whether a backward runs, or one did not end.
         is_awaited: Whether a forward ran with gradients, and no backward has reached the model since.
         is_stepped: Whether an optimizer has stepped since the last backward.
+        stepped: Identities of the stored parameters that have been stepped since then.
         on_end: Called when a backward has handed out its gradients.
     """
 
@@ -87,6 +88,7 @@ class BackwardPass:
         self.runs = False
         self.is_awaited = False
         self.is_stepped = True
+        self.stepped: set[int] = set()
         self.on_end: Callable[[], object] = lambda: None
         #: Names of parameters with a gradient that has not been delivered yet.
         self._used: set[str] = set()
@@ -119,6 +121,7 @@ class BackwardPass:
             )
         self.runs = True
         self.is_stepped = False
+        self.stepped.clear()
         self.follow_trainable()
         self._lockstep.begin_backward()
         self._replicated.swap_in()

@@ -89,6 +89,8 @@ class ShardedModel:
         self._recomputed = recomputed
         #: Whether forwards since the last optimizer step may have backwards to come.
         self._has_graphs = False
+        #: Identities of the stored parameters that an optimizer has stepped.
+        self._ever_stepped: set[int] = set()
         #: The number of no_sync() that are open.
         self._kept_open = 0
         # 1. Parameters by mode.
@@ -244,8 +246,11 @@ class ShardedModel:
             )
         if self._backward.keeps_gradients:
             return "an accumulation has kept gradients, which its last backward is to reduce"
-        has_gradients = any(parameter.stored.grad is not None for parameter in self.parameters)
-        if has_gradients and not self._backward.is_stepped:
+        waiting = {id(parameter.stored) for parameter in self.parameters if parameter.stored.grad is not None}
+        # Of several optimizers one may step less often than others.
+        if waiting and (
+            not self._backward.is_stepped or (waiting & self._ever_stepped) - self._backward.stepped
+        ):
             return "there are gradients that no optimizer has stepped by, nor zero_grad() has dropped"
         return None
 
@@ -290,6 +295,8 @@ class ShardedModel:
             stepped: Identities of the stored parameters that it had gradients of.
         """
         self._backward.is_stepped = True
+        self._backward.stepped.update(stepped)
+        self._ever_stepped.update(stepped)
         self._replicated.after_step(stepped)
 
     def recover(self, *, drop_gradients: bool) -> None:

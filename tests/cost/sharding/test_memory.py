@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from osdp.cost.sharding.operator_costs import gradients_at_once, gradients_by_parameter
 from osdp.cost.sharding.peaks import mildest_violation, step_peaks
 from osdp.cost.sharding.problem import ShardingProblem, build_problem, cost_root
 from osdp.cost.sharding.rows import memory_row
@@ -50,6 +51,17 @@ def test_every_moment_of_backward_above_a_limit_is_so_in_its_row(
         value = row[path].sum() + constant
         assert share * highest < value <= below
         below = value
+
+
+def test_gradients_of_operators_that_keep_their_dtype_are_of_that_dtype() -> None:
+    """When they come was told by half of their bytes."""
+    parameters = (Parameter("norm.weight", (6,), "float32"), Parameter("norm.bias", (6,), "float32"))
+    norm = Operator("norm", ("norm",), parameters, None, 0, 0, False)
+    low = Training(param_dtype="bfloat16")
+    for keeps_dtype, nbytes in ((False, 12), (True, 24)):
+        operator = replace(norm, keeps_dtype=keeps_dtype)
+        assert gradients_by_parameter(operator, low) == [nbytes, nbytes]
+        assert gradients_at_once(operator, low) == {"norm": 2 * nbytes}
 
 
 LINK = Link("all_gather", "world", 4, 0.0, 1e9)

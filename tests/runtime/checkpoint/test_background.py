@@ -206,15 +206,26 @@ def test_what_changes_while_it_is_written_is_written_as_it_was(
         model.weight.zero_()
     started.set()
     saving.wait()
-    checkpoint.load(tmp_path / "changed", other := WithState())
+    other = WithState()
+    other.queue = [torch.full((2,), 7.0)]
+    checkpoint.load(tmp_path / "changed", other)
     assert torch.equal(other.weight, weights)
     assert [tensor.tolist() for tensor in other.queue] == [[1, 1], [0, 0, 0]]
 
 
 LAST_WORDS = """
 import sys
+from concurrent.futures import thread
+from time import sleep
 import torch
 from osdp.runtime import checkpoint
+from osdp.runtime.checkpoint import save_load
+write = save_load._write
+def at_the_end(*arguments):
+    while not thread._shutdown:
+        sleep(0.01)
+    write(*arguments)
+save_load._write = at_the_end
 model = torch.nn.Linear(3, 2)
 torch.nn.init.ones_(model.weight)
 checkpoint.save_async(sys.argv[1], model)
@@ -238,6 +249,42 @@ def test_state_that_is_empty_is_loaded(tmp_path: Path) -> None:
     checkpoint.load(tmp_path / "empty", other)
     assert torch.equal(other.weight, model.weight)
     assert other.queue == []
+
+
+class WithAnything(WithState):
+    """Its extra state is whatever it was given."""
+
+    def get_extra_state(self) -> Any:
+        return self.queue
+
+    def set_extra_state(self, state: Any) -> None:
+        self.queue = state
+
+
+@pytest.mark.parametrize(
+    ("saved", "own"),
+    [
+        ({"scales": {}}, {"scales": {}}),
+        ([torch.ones(2), torch.zeros(3)], []),
+        ([torch.ones(2), torch.zeros(3)], [torch.zeros(2)]),
+        ({"steps": 3, "queue": [torch.ones(2)]}, {}),
+        ({"steps": 3, "seen": {"a": torch.ones(2, dtype=torch.int64)}}, {"steps": 0, "seen": {}}),
+        ([torch.ones(2)], [torch.zeros(2), torch.zeros(2)]),
+        ((1, 2), ()),
+        ([], []),
+        ({"scales": {}, "steps": 3}, {"scales": {}, "steps": 0}),
+        ([{}, torch.ones(2)], []),
+        ({0: torch.ones(2), 1: 3.0}, {0: torch.zeros(2), 1: 0.0}),
+        (torch.ones(3), torch.zeros(2)),
+    ],
+)
+def test_extra_state_comes_back_as_it_was_saved(tmp_path: Path, saved: Any, own: Any) -> None:
+    """Of a queue that the new model did not have nothing was loaded, of a shorter one its beginning."""
+    model, other = WithAnything(), WithAnything()
+    model.queue, other.queue = saved, own
+    checkpoint.save(tmp_path / "saved", model)
+    checkpoint.load(tmp_path / "saved", other)
+    assert repr(other.queue) == repr(saved)
 
 
 def out_of_memory(*_: Any, **__: Any) -> torch.Tensor:

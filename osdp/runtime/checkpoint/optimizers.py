@@ -1,0 +1,350 @@
+"""An optimizer in a checkpoint: its options in a list of groups, and the states of what it has stepped.
+
+:func:`osdp.runtime.checkpoint.train_state` has the options of each parameter, so that each stage has its own:
+``param_groups.<parameter>.lr``. Stored like that, a model of 150 parameters has some 1,500 entries, and
+reading their metadata takes longer than reading their tensors. Here parameters with the same options share
+a group, whose entries are ``param_groups.<number>.lr`` and ``param_groups.<number>.params``.
+
+``torch.distributed.checkpoint.state_dict`` runs a step of a new optimizer to learn which states there will
+be. What that gives is never saved; where a checkpoint has no states of a parameter, since it was not stepped
+by then, it has none after loading either.
+"""
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import nn
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.optim import Optimizer
+
+from osdp.comm.objects import gather_objects
+from osdp.runtime.checkpoint.match import prefixes_of
+from osdp.runtime.checkpoint.restricted import read_plain
+from osdp.runtime.ranks.shared_faults import raise_together
+
+_STATE = "state."
+_OPTIONS = "param_groups."
+_STORED = f"optimizer.{_OPTIONS}"
+
+Group = dict[str, Any]
+
+
+def in_groups(state: dict[str, Any], *, in_stages: bool) -> dict[str, Any]:
+    """``state`` with the options of its parameters in groups; every rank calls it.
+
+    Args:
+        state: The result of :func:`osdp.runtime.checkpoint.train_state`.
+        in_stages: Whether ranks have different parameters.
+    """
+    if "optimizer" not in state:
+        return state
+    tensors, options = _split(state["optimizer"])
+    # Tensors, such as a learning rate on a GPU, are not to be compared.
+    has_tensor = any(_has_tensor(value) for values in options.values() for value in values.values())
+    everyone = gather_objects(None if has_tensor else options) if in_stages else [options]
+    if has_tensor or None in everyone:
+        return state
+    groups: list[Group] = []
+    for mine in everyone:
+        for name, values in (mine or {}).items():
+            group = next((group for group in groups if group == values | {"params": group["params"]}), None)
+            if group is None:
+                group = {**values, "params": []}
+                groups.append(group)
+            if name not in group["params"]:
+                group["params"].append(name)
+    return {**state, "optimizer": {**tensors, "param_groups": groups}}
+
+
+def plain_option(value: Any) -> Any:
+    """``value`` with Python's own numbers for NumPy's, which are not read back."""
+    if isinstance(value, np.generic):
+        return value.item()
+    if type(value) not in (list, tuple):
+        return value
+    plain = type(value)(map(plain_option, value))
+    return value if all(one is other for one, other in zip(plain, value, strict=True)) else plain
+
+
+def _has_tensor(value: Any) -> bool:
+    """Whether an option is a tensor, or a list of some."""
+    return isinstance(value, torch.Tensor) or (
+        isinstance(value, (list, tuple)) and any(map(_has_tensor, value))
+    )
+
+
+@dataclass(frozen=True)
+class SavedOptimizers:
+    """What a checkpoint has of optimizers, beside what they hold.
+
+    Attributes:
+        held: The optimizers' own flat state dict.
+        options: Options that the checkpoint has in groups, by the names in ``held``.
+        mixed: Options that differ among parameters of one group here, as sentences.
+        added: Names of options that the optimizers have and the checkpoint does not, which stay.
+        unstepped: By name of a state, the parameter that had not been stepped when the checkpoint was saved.
+    """
+
+    held: Mapping[str, Any]
+    options: Mapping[str, Any]
+    mixed: Sequence[str]
+    added: Collection[str]
+    unstepped: Mapping[str, str]
+
+    @classmethod
+    def read(
+        cls,
+        folder: Path,
+        metadata: Metadata,
+        optimizers: Sequence[Optimizer],
+        names: Mapping[int, str],
+        held: Mapping[str, Any],
+    ) -> Self:
+        """Look into the checkpoint in ``folder``; every rank calls it.
+
+        Args:
+            folder: The checkpoint.
+            metadata: Its metadata.
+            optimizers: The optimizers.
+            names: Names of the model's parameters, by id.
+            held: The optimizers' own flat state dict, empty if there are none.
+        """
+        options: dict[str, Any] = {}
+        mixed: list[str] = []
+        if optimizers and f"{_STORED}0.params" in metadata.state_dict_metadata:
+            options = read_options(folder, metadata)
+            mixed = [fault for each in optimizers for fault in mixed_options(each, names, options)]
+        saved = {name.removeprefix("optimizer.") for name in metadata.state_dict_metadata}
+        added = added_options(optimizers, names, held, saved | options.keys())
+        return cls(held, options, mixed, added, unstepped_states(held, names.values(), metadata))
+
+    @property
+    def wanted(self) -> dict[str, Any]:
+        """What of ``held`` the checkpoint should have."""
+        beyond = {*self.added, *self.unstepped}
+        return {name: value for name, value in self.held.items() if name not in beyond}
+
+    def completed(self, read: Mapping[str, Any]) -> dict[str, Any]:
+        """What was read, with options and all that the checkpoint does not have, as torch wants it."""
+        stays = {name: self.held[name] for name in (*self.added, *self.unstepped)}
+        options = {
+            name: _as_held(self.options[name], value)
+            for name, value in self.held.items()
+            if name in self.options
+        }
+        return {**stays, **read, **options}
+
+    def drop_unstepped(self, optimizers: Iterable[Optimizer], names: Mapping[int, str]) -> None:
+        """Leave parameters that had not been stepped without states, once all was loaded."""
+        unstepped = set(self.unstepped.values())
+        for optimizer in optimizers:
+            for parameter, state in list(optimizer.state.items()):
+                if not state or names.get(id(parameter)) in unstepped:
+                    del optimizer.state[parameter]
+
+
+def read_options(folder: Path, metadata: Metadata) -> dict[str, Any]:
+    """The options in groups as ``param_groups.<parameter>.lr``, for each parameter; every rank calls it."""
+    groups: dict[str, Group] = {}
+    found: dict[str, Any] = {}
+    fault: Exception | None = None
+    try:
+        for stored in metadata.state_dict_metadata:
+            if stored.startswith(_STORED):
+                number, _, option = stored.removeprefix(_STORED).partition(".")
+                groups.setdefault(number, {})[option] = read_plain(folder, metadata, stored)
+        found = {
+            f"{_OPTIONS}{name}.{option}": value
+            for group in groups.values()
+            for name in group["params"]
+            for option, value in group.items()
+            if option != "params"
+        }
+    except Exception as error:  # of metadata that says anything
+        fault = error
+    raise_together(fault, f"{folder} was not loaded")
+    return found
+
+
+def mixed_options(optimizer: Optimizer, names: Mapping[int, str], options: Mapping[str, Any]) -> list[str]:
+    """Options that differ among parameters of one group of ``optimizer``, which has one value of each.
+
+    Args:
+        optimizer: The optimizer that is to have the options.
+        names: The names of its parameters, by id.
+        options: The result of :func:`read_options`.
+
+    Returns:
+        For each such option a sentence with two parameters.
+    """
+    found = []
+    for group in optimizer.param_groups:
+        members = [names[id(parameter)] for parameter in group["params"] if id(parameter) in names]
+        for option in group:
+            keys = {name: f"{_OPTIONS}{name}.{option}" for name in members}
+            values = {name: options[key] for name, key in keys.items() if key in options}
+            first = next(iter(values), "")
+            other = next((name for name, value in values.items() if value != values[first]), None)
+            if other is not None:
+                found.append(f"{first} and {other} are in one group here, and their {option} differs there")
+    return found
+
+
+def _as_held(value: Any, held: Any) -> Any:
+    """An option that was read, as a tensor where the optimizer holds one."""
+    return torch.full_like(held, value) if isinstance(held, torch.Tensor) else value
+
+
+def without_options(state: Mapping[str, Any]) -> dict[str, Any]:
+    """``state`` without the options of its parameters."""
+    return {**state, "optimizer": _split(state["optimizer"])[0]}
+
+
+def _split(flat: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Group]]:
+    """The tensors of an optimizer's flat state dict, and the options of each parameter."""
+    tensors: dict[str, Any] = {}
+    options: dict[str, Group] = {}
+    for key, value in flat.items():
+        if not key.startswith(_OPTIONS):
+            tensors[key] = value
+            continue
+        name, _, option = key.removeprefix(_OPTIONS).rpartition(".")
+        if option != "param_names":  # of the whole group, which another plan has in several stages
+            options.setdefault(name, {})[option] = value
+    return tensors, options
+
+
+@contextmanager
+def as_they_are(optimizers: Iterable[Optimizer]) -> Iterator[None]:
+    """Inside, torch runs no step of new optimizers: it does not of those that have a gradient."""
+    given = []
+    for optimizer in optimizers:
+        trained = [p for p in _parameters(optimizer) if p.requires_grad]
+        if trained and not optimizer.state and all(p.grad is None for p in trained):
+            smallest = min(trained, key=torch.Tensor.numel)
+            smallest.grad = torch.zeros_like(smallest)
+            given.append(smallest)
+    try:
+        yield
+    finally:
+        for parameter in given:
+            parameter.grad = None
+
+
+@contextmanager
+def all_initialised(optimizers: Iterable[Optimizer]) -> Iterator[None]:
+    """Inside, each optimizer has states of all that it trains, so that there is a place to read them into.
+
+    torch sees to it for an optimizer without any states, if there are no gradients either. After an error the
+    optimizers have the states that they had before.
+    """
+    before = {optimizer: dict(optimizer.state) for optimizer in optimizers if _lacks_states(optimizer)}
+    gradients = [(p, p.grad) for optimizer in before for p in _parameters(optimizer)]
+    for optimizer in before:
+        optimizer.state.clear()
+    for parameter, _ in gradients:
+        parameter.grad = None
+    try:
+        yield
+    except BaseException:
+        for optimizer, states in before.items():
+            optimizer.state.clear()
+            optimizer.state.update(states)
+        raise
+    finally:
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+
+
+def _lacks_states(optimizer: Optimizer) -> bool:
+    return any(p.requires_grad and not optimizer.state.get(p) for p in _parameters(optimizer))
+
+
+@contextmanager
+def without_empty_groups(optimizers: Sequence[Optimizer]) -> Iterator[list[Optimizer]]:
+    """Inside, optimizers have no groups without parameters; the optimizers that have any parameters."""
+    empty = [
+        (optimizer, place, group)
+        for optimizer in optimizers
+        for place, group in enumerate(optimizer.param_groups)
+        if not group["params"]
+    ]
+    for optimizer in optimizers:
+        optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
+    try:
+        yield [optimizer for optimizer in optimizers if optimizer.param_groups]
+    finally:
+        for optimizer, place, group in empty:
+            optimizer.param_groups.insert(place, group)
+
+
+def refuse_others(model: nn.Module, optimizers: Iterable[Optimizer]) -> None:
+    """Raise for an optimizer of parameters that are not the model's, which have no name in a checkpoint."""
+    known = {id(parameter) for parameter in model.parameters()}
+    others = [p for optimizer in optimizers for p in _parameters(optimizer) if id(p) not in known]
+    if others:
+        raise ValueError(
+            f"the optimizer steps {len(others)} parameters that are not the model's, the first of shape "
+            f"{tuple(others[0].shape)}: register them in the model before it is wrapped, or step them by an "
+            "optimizer of their own, whose state_dict() is kept by extra="
+        )
+
+
+def unstepped_states(flat: Iterable[str], names: Collection[str], metadata: Metadata) -> dict[str, str]:
+    """The optimizer states of parameters that had not been stepped when the checkpoint was saved.
+
+    Args:
+        flat: Names of the optimizer's own state dict.
+        names: Names of parameters.
+        metadata: The metadata of the checkpoint, which has no state at all of such a parameter.
+
+    Returns:
+        The parameter of each state, by the state's name.
+    """
+    known = set(names)
+    prefix = f"optimizer.{_STATE}"
+    entries = (name for name in metadata.state_dict_metadata if name.startswith(prefix))
+    stepped = {None, *(_parameter_in(name.removeprefix(prefix), known) for name in entries)}
+    owned = {
+        name: _parameter_in(name.removeprefix(_STATE), known) for name in flat if name.startswith(_STATE)
+    }
+    return {name: parameter for name, parameter in owned.items() if parameter and parameter not in stepped}
+
+
+def added_options(
+    optimizers: Iterable[Optimizer],
+    names: Mapping[int, str],
+    flat: Collection[str],
+    saved: Collection[str],
+) -> set[str]:
+    """Options that a scheduler, say, has added to groups, and the checkpoint does not have.
+
+    Args:
+        optimizers: The optimizers.
+        names: Names of parameters, by id.
+        flat: Names of the optimizers' own state dict.
+        saved: Those that the checkpoint has.
+    """
+    found = set()
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            options = group.keys() - optimizer.defaults.keys() - {"params"}
+            members = [names[id(parameter)] for parameter in group["params"] if id(parameter) in names]
+            found |= {f"{_OPTIONS}{name}.{option}" for name in members for option in options}
+    # Of an option that is a dict, a checkpoint has what is inside.
+    known = {prefix for name in saved if name.startswith(_OPTIONS) for prefix in prefixes_of(name)}
+    return found & set(flat) - known
+
+
+def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _parameter_in(name: str, known: Collection[str]) -> str | None:
+    """The parameter whose name ``name`` begins with."""
+    return next((prefix for prefix in prefixes_of(name) if prefix in known), None)

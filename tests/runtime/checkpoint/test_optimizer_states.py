@@ -1,0 +1,186 @@
+"""Optimizers that have not stepped everything, or anything, and what schedulers and users add to them."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
+
+from osdp.runtime import checkpoint
+from tests.helpers.distributed import run
+from tests.runtime.checkpoint.test_folder import make, trained, values
+
+Make = Callable[[nn.Module], Optimizer]
+
+
+class WithUnused(nn.Module):
+    """The second layer never gets a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.used(x)
+
+
+def model_and(make_optimizer: Make, steps: int) -> tuple[nn.Module, Optimizer]:
+    torch.manual_seed(3)
+    model = WithUnused()
+    optimizer = make_optimizer(model)
+    for _ in range(steps):
+        step(model, optimizer)
+    return model, optimizer
+
+
+def step(model: nn.Module, optimizer: Optimizer) -> None:
+    optimizer.zero_grad()
+    model(torch.ones(3, 2)).square().sum().backward()
+    optimizer.step()
+
+
+def adam(model: nn.Module) -> Optimizer:
+    return Adam(model.parameters(), lr=0.1, weight_decay=0.1)
+
+
+def same(one: Optimizer, other: Optimizer) -> bool:
+    states = [
+        [optimizer.state.get(p) for group in optimizer.param_groups for p in group["params"]]
+        for optimizer in (one, other)
+    ]
+    return repr(states[0]) == repr(states[1])
+
+
+@pytest.mark.parametrize("steps", [0, 1, 3])
+def test_training_goes_on_as_if_it_had_not_been_interrupted(tmp_path: Path, steps: int) -> None:
+    """A layer without gradients made a checkpoint of the same training one of another optimizer; and before
+    the first step, what was saved were the states of a step that had not been made."""
+    model, optimizer = model_and(adam, steps)
+    checkpoint.save(tmp_path / "run", model, optimizer)
+    other, fresh = model_and(adam, 0)
+    with torch.no_grad():
+        other.used.weight.zero_()
+    checkpoint.load(tmp_path / "run", other, fresh)
+    assert same(optimizer, fresh)
+    step(model, optimizer)
+    step(other, fresh)
+    assert same(optimizer, fresh)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+
+
+def test_a_save_before_the_first_step_but_after_its_backward(tmp_path: Path) -> None:
+    """torch finds a gradient, and saved no states, which ``load`` then asked for."""
+    model, optimizer = model_and(adam, 0)
+    model(torch.ones(3, 2)).square().sum().backward()
+    gradient = model.used.weight.grad
+    checkpoint.save_async(tmp_path / "run", model, optimizer).wait()
+    assert model.used.weight.grad is gradient and model.unused.weight.grad is None and not optimizer.state
+    other, fresh = model_and(adam, 0)
+    checkpoint.load(tmp_path / "run", other, fresh)
+    assert not fresh.state
+
+
+def test_states_of_an_optimizer_that_went_further_are_given_up(tmp_path: Path) -> None:
+    model, optimizer = model_and(adam, 0)
+    checkpoint.save(tmp_path / "run", model, optimizer)
+    step(model, optimizer)
+    checkpoint.save(tmp_path / "later", model, optimizer)
+    later = repr(dict(optimizer.state))
+    checkpoint.load(tmp_path / "run", model, optimizer)
+    assert not optimizer.state
+    checkpoint.load(tmp_path / "later", model, optimizer)
+    assert repr(dict(optimizer.state)) == later
+
+
+@pytest.mark.parametrize(
+    ("momentum", "lacks"), [(0.9, r"state\.used\.weight\.step"), (0.0, r"param_groups\.used\.weight\.betas")]
+)
+def test_another_optimizer_is_refused(tmp_path: Path, momentum: float, lacks: str) -> None:
+    model, optimizer = model_and(lambda m: SGD(m.parameters(), lr=0.1, momentum=momentum), 2)
+    checkpoint.save(tmp_path / "run", model, optimizer)
+    other, fresh = model_and(adam, 0)
+    before = other.used.weight.clone()
+    with pytest.raises(ValueError, match=rf"it lacks optimizer\.{lacks}"):
+        checkpoint.load(tmp_path / "run", other, fresh)
+    assert torch.equal(other.used.weight, before) and not fresh.state
+
+
+def test_groups_without_parameters(tmp_path: Path) -> None:
+    """The model was overwritten, and then an index was out of range."""
+
+    def grouped(model: nn.Module) -> Optimizer:
+        parameters = list(model.parameters())
+        return AdamW([{"params": []}, {"params": parameters[:2]}, {"params": parameters[2:], "lr": 0.5}])
+
+    model, optimizer = model_and(grouped, 2)
+    checkpoint.save(tmp_path / "run", model, optimizer)
+    other, fresh = model_and(grouped, 0)
+    checkpoint.load(tmp_path / "run", other, fresh)
+    assert same(optimizer, fresh)
+    for one in (optimizer, fresh):
+        assert [len(group["params"]) for group in one.param_groups] == [0, 2, 2]
+        assert [group["lr"] for group in one.param_groups] == [1e-3, 1e-3, 0.5]
+
+
+def test_numbers_of_numpy_are_saved_as_pythons(tmp_path: Path) -> None:
+    """A checkpoint with a learning rate computed by NumPy was saved and verified, and never loaded."""
+    model, optimizer = model_and(lambda m: AdamW(m.parameters(), lr=np.float64(0.25)), 1)
+    checkpoint.save(tmp_path / "run", model, optimizer)
+    other, fresh = model_and(lambda m: AdamW(m.parameters()), 0)
+    checkpoint.load(tmp_path / "run", other, fresh)
+    assert fresh.param_groups[0]["lr"] == 0.25 and type(fresh.param_groups[0]["lr"]) is float
+
+
+class Mine:
+    """What is no plain data."""
+
+
+@pytest.mark.parametrize("save", [checkpoint.save, checkpoint.save_async])
+def test_what_cannot_be_read_back_is_refused_when_it_is_saved(tmp_path: Path, save: Any) -> None:
+    model, optimizer = model_and(adam, 1)
+    optimizer.param_groups[0]["mine"] = Mine()
+    with pytest.raises(ValueError, match=r"nothing was saved: param_groups\..*\.mine is more than numbers"):
+        save(tmp_path / "run", model, optimizer)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("schedule", [lambda o: LambdaLR(o, lambda _: 1.0), lambda o: OneCycleLR(o, 0.5, 9)])
+def test_a_schedule_may_begin_after_a_checkpoint_without_one(tmp_path: Path, schedule: Any) -> None:
+    """It was told to leave ``scheduler=`` out, and then that ``initial_lr`` was missing."""
+    model, optimizer = model_and(adam, 1)
+    checkpoint.save(tmp_path / "run", model, optimizer)
+    other, fresh = model_and(adam, 0)
+    schedule(fresh)
+    options = {name: value for name, value in fresh.param_groups[0].items() if name not in fresh.defaults}
+    assert "initial_lr" in options
+    checkpoint.load(tmp_path / "run", other, fresh)
+    assert fresh.param_groups[0].items() >= {k: v for k, v in options.items() if k != "params"}.items()
+    assert fresh.param_groups[0]["lr"] == 0.1 and same(optimizer, fresh)
+
+
+def test_parameters_outside_the_model_are_named(tmp_path: Path) -> None:
+    model, optimizer = model_and(adam, 0)
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
+    with pytest.raises(ValueError, match=r"steps 1 parameters that are not the model's.* \(3,\): register"):
+        checkpoint.save(tmp_path / "run", model, optimizer)
+
+
+def wrapped_before_and_after(folder: str, steps: int) -> None:
+    model, optimizer = trained(steps)
+    checkpoint.save(folder, model, optimizer)
+    assert bool(optimizer.state) == (steps > 0)
+    other, fresh = make()
+    checkpoint.load(folder, other, fresh)
+    assert bool(fresh.state) == (steps > 0)
+    one, two = values(model, optimizer), values(other, fresh)
+    assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+def test_the_same_of_a_wrapped_model(tmp_path: Path, steps: int) -> None:
+    run(2, wrapped_before_and_after, str(tmp_path / "run"), steps)
