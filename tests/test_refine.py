@@ -117,7 +117,7 @@ def steps_by_closures() -> None:
             loss.backward()
             return loss
 
-        losses.append(float(optimizer.step(closure)))
+        losses.append(optimizer.step(closure).item())
     assert model.plan is first and model.refinement is None
     assert optimizer.param_groups[0]["params"] and losses[-1] < losses[len(losses) // 2] < losses[0]
 

@@ -527,7 +527,7 @@ def processes_counted() -> None:
     accelerator = OSDPAccelerator(cpu=True, gradient_accumulation_steps=2)
     options = accelerator.gradient_state.plugin_kwargs
     follow_reductions(accelerator, model)
-    assert "sync_each_batch" not in options
+    assert not options["sync_each_batch"]  # nothing is accumulated
     training = replace(model.plan.training, microbatches=2)
     for reduce_each in (True, False):
         plan: Any = SimpleNamespace(training=training, reduce_each_microbatch=reduce_each)

@@ -316,7 +316,7 @@ def inside_a_step() -> None:
         loss.backward()
         return loss
 
-    losses = [float(optimizer.step(closure)) for _ in range(3)]
+    losses = [optimizer.step(closure).item() for _ in range(3)]
     assert losses[0] > losses[1] > losses[2]
     wrapped.switch(named["mixed leaves"], optimizer)
     assert len(optimizer.param_groups[0]["params"]) == len(list(wrapped.parameters()))
