@@ -148,7 +148,7 @@ def failed_copy(path: str) -> None:
     model, optimizer = trained(1)
     with pytest.MonkeyPatch.context() as patched:
         if dist.get_rank() == 1:
-            patched.setattr(torch, "empty_like", out_of_memory)
+            patched.setattr(torch, "frombuffer", out_of_memory)
         saving = checkpoint.save_async(path, model, optimizer)
     with pytest.raises(RuntimeError, match=r"no checkpoint was saved at .*rank 1: .*out of memory"):
         saving.wait()
