@@ -2,12 +2,25 @@
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
-from osdp.explain.scaling import profile_at_batch
+from osdp.explain.scaling import profile_at_batch, profile_with_optimizer
+from osdp.hardware.profile import OptimizerProfile, Profile
 from osdp.model.description import ModelDesc
 from osdp.model.training import Training
 from osdp.profiler.measure import profile_model
+
+
+@given(seconds=st.floats(1e-7, 1e-2), overhead=st.sampled_from([0.0, 1e-20, 1e-6]))
+def test_steps_of_another_optimizer_are_scaled_whatever_the_rounding(seconds: float, overhead: float) -> None:
+    """Where plain tensors and DTensors had taken equally long, the latter took less in the last bit."""
+    step = OptimizerProfile(seconds, seconds + overhead, 1e-10)
+    profile = Profile("cpu", 1, (), step, 0, True, "")
+    for optimizer in ("SGD", "RMSprop", "Adagrad"):
+        found = profile_with_optimizer(profile, Training(), Training(optimizer=optimizer), "cpu").optimizer
+        assert found.per_dtensor - found.per_tensor == pytest.approx(overhead, rel=1e-3, abs=1e-18)
 
 
 class Depthwise(nn.Module):
