@@ -336,9 +336,11 @@ def load(
     """
     wait_for_saves()
     refuse_meta(model)
+    optimizers = _each(optimizer)
+    for each in optimizers:
+        Replaced().exchange_in(each)
     folder = latest_step(path)
     verification = Verification.start(folder)
-    optimizers = _each(optimizer)
     with all_initialised(optimizers):
         state: State = {}
         fault: Exception | None = None
