@@ -12,6 +12,7 @@ from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, _StoragePrefix
 from torch.distributed.checkpoint.planner import ReadItem, SavePlan
+from torch.distributed.checkpoint.state_dict import _init_optim_state
 
 
 @contextmanager
@@ -23,6 +24,11 @@ def in_one_process() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or")
         yield
+
+
+def make_states(optimizer: torch.optim.Optimizer) -> None:
+    """Give an optimizer without states and gradients those of a new one, by a step of size zero."""
+    _init_optim_state(optimizer)
 
 
 def put_entry(planner: DefaultLoadPlanner, item: ReadItem, value: Any) -> None:

@@ -106,12 +106,15 @@ def _on_large_pages(like: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without them
             memory.madvise(mmap.MADV_HUGEPAGE)
-    flat = torch.frombuffer(memory, dtype=torch.uint8)
-    for tensor, part in zip(like, flat.split(sizes), strict=True):
-        if tensor.is_contiguous():
-            yield part[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+    start = 0
+    for tensor, size in zip(like, sizes, strict=True):
+        if tensor.is_contiguous() and tensor.numel():
+            # With a storage of its own: torch copies what is a part of a larger one before it writes it.
+            alone = torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel(), offset=start)
+            yield alone.view(tensor.shape)
         else:
             yield torch.empty_like(tensor, device="cpu")
+        start += size
 
 
 @cache

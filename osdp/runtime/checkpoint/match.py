@@ -87,8 +87,16 @@ def laid_out_as_saved(state: Mapping[str, Any], metadata: Metadata, device: torc
             if f"{entry}.".startswith(f"model.{name}.") and paths.get(entry, ())[:2] == ("model", name)
         }
         if entries:
-            found[name] = _laid_out(state[name], entries, device)
+            found[name] = _laid_out(state[name], entries, _device_in(state[name]) or device)
     return found
+
+
+def _device_in(value: Any) -> torch.device | None:
+    """Where the first tensor in containers is."""
+    if isinstance(value, torch.Tensor):
+        return value.device
+    inside = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
+    return next(filter(None, map(_device_in, inside)), None)
 
 
 def _laid_out(own: Any, entries: Mapping[tuple[Any, ...], Any], device: torch.device) -> Any:

@@ -26,6 +26,7 @@ from osdp.comm.objects import gather_objects
 from osdp.runtime.checkpoint.match import prefixes_of
 from osdp.runtime.checkpoint.restricted import read_plain
 from osdp.runtime.ranks.shared_faults import raise_together
+from osdp.torch_private.saving import make_states
 
 _STATE = "state."
 _OPTIONS = "param_groups."
@@ -240,16 +241,21 @@ def as_they_are(optimizers: Iterable[Optimizer]) -> Iterator[None]:
 def all_initialised(optimizers: Iterable[Optimizer]) -> Iterator[None]:
     """Inside, each optimizer has states of all that it trains, so that there is a place to read them into.
 
-    torch sees to it for an optimizer without any states, if there are no gradients either. After an error the
-    optimizers have the states that they had before.
+    torch makes them for optimizers without any states or gradients. After an error the optimizers have the
+    states that they had before.
     """
-    before = {optimizer: dict(optimizer.state) for optimizer in optimizers if _lacks_states(optimizer)}
-    gradients = [(p, p.grad) for optimizer in before for p in _parameters(optimizer)]
-    for optimizer in before:
-        optimizer.state.clear()
+    before = {optimizer: dict(optimizer.state) for optimizer in optimizers}
+    lacking = {
+        optimizer: [p for p in _parameters(optimizer) if p.requires_grad and not optimizer.state.get(p)]
+        for optimizer in before
+    }
+    gradients = [(p, p.grad) for parameters in lacking.values() for p in parameters]
     for parameter, _ in gradients:
         parameter.grad = None
     try:
+        for optimizer, parameters in lacking.items():
+            if parameters and optimizer.state:
+                _add_states(optimizer, parameters)
         yield
     except BaseException:
         for optimizer, states in before.items():
@@ -261,8 +267,19 @@ def all_initialised(optimizers: Iterable[Optimizer]) -> Iterator[None]:
             parameter.grad = gradient
 
 
-def _lacks_states(optimizer: Optimizer) -> bool:
-    return any(p.requires_grad and not optimizer.state.get(p) for p in _parameters(optimizer))
+def _add_states(optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> None:
+    """Give ``optimizer``, which has states of others, those of new ``parameters``, as torch makes them."""
+    lists = [group["params"] for group in optimizer.param_groups]
+    had, wanted = dict(optimizer.state), {id(parameter) for parameter in parameters}
+    optimizer.state.clear()
+    try:
+        for group, members in zip(optimizer.param_groups, lists, strict=True):
+            group["params"] = [parameter for parameter in members if id(parameter) in wanted]
+        make_states(optimizer)
+    finally:
+        for group, members in zip(optimizer.param_groups, lists, strict=True):
+            group["params"] = members
+        optimizer.state.update(had)
 
 
 @contextmanager

@@ -52,6 +52,7 @@ _FILE_BYTES = 5 * 10**9
 #: Weights in a folder of Hugging Face.
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 _SINGLE = "model.safetensors"
+_ONE_OF_ONE = "model-00001-of-00001.safetensors"
 
 #: How the temporary folder's name begins.
 _NEW = ".saving-"
@@ -194,7 +195,10 @@ def _weight_files(folder: Path) -> list[str]:
     """
     names = [name for name in os.listdir(folder) if _WEIGHTS.fullmatch(name)]
     if (folder / INDEX).exists():
-        listed = sorted(set(read_json(folder / INDEX)["weight_map"].values()))
+        try:
+            listed = sorted(set(read_json(folder / INDEX)["weight_map"].values()))
+        except (LookupError, TypeError, AttributeError) as error:
+            raise ValueError(f"{folder / INDEX} is no index: it has no weight_map") from error
         missing = [name for name in listed if not (folder / name).exists()]
         if missing and _SINGLE in names:
             return [_SINGLE]  # transformers leaves the index of what it has replaced
@@ -203,6 +207,8 @@ def _weight_files(folder: Path) -> list[str]:
         return listed
     if _SINGLE in names:
         return [_SINGLE]
+    if names == [_ONE_OF_ONE]:
+        return names
     if names:
         raise ValueError(
             f"{folder} has {_few(sorted(names))} and no {INDEX}: a save into it was interrupted, and they "

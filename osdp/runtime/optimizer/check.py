@@ -133,7 +133,6 @@ class OptimizerCheck:
         if not self._had_gradients:
             self._look_for_gradients(optimizer)
         if self._is_over_mine(optimizer):
-            self._in_step.add(optimizer)
             self._running.free_copies()
             steps = self._local_steps.get(optimizer)
             if compiled and is_muon(optimizer):
@@ -143,6 +142,7 @@ class OptimizerCheck:
                 )
             if steps is not None and not compiled:
                 steps.make_next(optimizer)
+            self._in_step.add(optimizer)
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Gather what ``optimizer`` has updated in shards, so that each rank can evaluate by itself."""

@@ -66,7 +66,7 @@ class BackwardPass:
         runs: Whether a backward runs, or one did not end.
         is_awaited: Whether a forward ran with gradients, and no backward has reached the model since.
         is_stepped: Whether an optimizer has stepped since the last backward.
-        stepped: Identities of the stored parameters that have been stepped since then.
+        stepped: Identities of the stored parameters that have been stepped since their last gradient.
         on_end: Called when a backward has handed out its gradients.
     """
 
@@ -121,7 +121,6 @@ class BackwardPass:
             )
         self.runs = True
         self.is_stepped = False
-        self.stepped.clear()
         self.follow_trainable()
         self._lockstep.begin_backward()
         self._replicated.swap_in()
@@ -257,6 +256,7 @@ class BackwardPass:
         if not self.runs or torch.is_grad_enabled():
             self.begin()
         self._used.add(parameter.name)
+        self.stepped.discard(id(parameter.stored))
 
     def _end(self) -> None:
         # Queued again to run last: FSDP2 may have queued its callback after this one, and collectives that

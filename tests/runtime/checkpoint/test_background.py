@@ -61,6 +61,21 @@ def test_copies_of_shards_are_laid_out_alike_and_keep_their_values() -> None:
     run(2, copied_shards)
 
 
+def test_copies_have_storages_of_their_own() -> None:
+    """torch copies parts of a larger storage once more before it writes them."""
+    model = torch.nn.Linear(2, 2)
+    shapes = ((3, 5), (0, 4), (), (7,))
+    tensors = [torch.randn(shape) for shape in shapes] + [torch.randn(4, 6).t(), torch.ones(3).bool()]
+    for _ in range(2):
+        copies = start_copy(model, tensors).result()
+        assert all(map(torch.equal, copies, tensors))
+        assert all(copy.untyped_storage().nbytes() == copy.nbytes for copy in copies)
+        assert [copy.stride() for copy in copies] == [tensor.stride() for tensor in tensors]
+    empty = [torch.zeros(0, 4)]
+    assert start_copy(model, empty).result()[0].shape == (0, 4)
+    assert start_copy(model, []).result() == []
+
+
 def tensors_of(state: Any) -> Iterator[tuple[str, torch.Tensor]]:
     for part, mine in state.items():
         for name, value in mine.items():

@@ -136,6 +136,21 @@ def test_numbers_of_numpy_are_saved_as_pythons(tmp_path: Path) -> None:
     assert fresh.param_groups[0]["lr"] == 0.25 and type(fresh.param_groups[0]["lr"]) is float
 
 
+def test_a_step_back_needs_no_second_set_of_states(tmp_path: Path) -> None:
+    """Of a layer without gradients new states were made, and of all others, too."""
+    model, optimizer = model_and(adam, 2)
+    checkpoint.save(tmp_path / "run", model, optimizer)
+    want = repr(dict(optimizer.state))
+    step(model, optimizer)
+    gradient = model.used.weight.grad
+    made: list[int] = []
+    handle = optimizer.register_step_post_hook(lambda *_: made.append(len(optimizer.state)))
+    checkpoint.load(tmp_path / "run", model, optimizer)
+    handle.remove()
+    assert made == [2]  # of the two parameters that have never had a gradient
+    assert repr(dict(optimizer.state)) == want and model.used.weight.grad is gradient
+
+
 class Mine:
     """What is no plain data."""
 
