@@ -100,14 +100,20 @@ def _each(optimizer: Optimizers | None) -> list[torch.optim.Optimizer]:
     return [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
 
 
+def _adopted(optimizer: Optimizers | None) -> list[torch.optim.Optimizer]:
+    """The optimizers, over the model's parameters: they may have been made before it was wrapped."""
+    for each in _each(optimizer):
+        Replaced().exchange_in(each)
+    return _each(optimizer)
+
+
 def train_state(model: nn.Module, optimizer: Optimizers) -> State:
     """State dicts of ``model`` and its optimizers by the model's FQNs, with tensors sharded as they are.
 
     Returns:
         ``{"model": ..., "optimizer": ...}``, for ``torch.distributed.checkpoint.save`` and ``load``.
     """
-    for each in _each(optimizer):
-        Replaced().exchange_in(each)  # it may have been made before the model was wrapped
+    _adopted(optimizer)
     refuse_others(model, _each(optimizer))
     with without_empty_groups(_each(optimizer)) as stepping:
         if stepping:
@@ -122,8 +128,7 @@ def train_state(model: nn.Module, optimizer: Optimizers) -> State:
 
 def set_train_state(model: nn.Module, optimizer: Optimizers, state: State) -> None:
     """Load the state dicts of :func:`train_state`, under any plan."""
-    for each in _each(optimizer):
-        Replaced().exchange_in(each)
+    _adopted(optimizer)
     of_optimizer = _for_copies(state["optimizer"], _links(model).owners, dict(model.named_parameters()))
     of_model = in_blocks_of(model, state["model"])
     with without_empty_groups(_each(optimizer)) as stepping:
@@ -336,9 +341,7 @@ def load(
     """
     wait_for_saves()
     refuse_meta(model)
-    optimizers = _each(optimizer)
-    for each in optimizers:
-        Replaced().exchange_in(each)
+    optimizers = _adopted(optimizer)
     folder = latest_step(path)
     verification = Verification.start(folder)
     with all_initialised(optimizers):
@@ -402,9 +405,7 @@ def verify(path: str | Path) -> None:
 def _stored(model: nn.Module, optimizer: Optimizers | None) -> tuple[State, Exception | None]:
     """What is to be saved, before options are in groups; and what is wrong with it on this rank."""
     try:
-        for each in _each(optimizer):
-            Replaced().exchange_in(each)
-        with as_they_are(_each(optimizer)):
+        with as_they_are(_adopted(optimizer)):
             state = _state(model, optimizer)
         return state, unreadable(state)
     except Exception as error:  # the other ranks wait
