@@ -59,8 +59,11 @@ def save(value: Any, path: str | Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     # Another rank or run may read the same file meanwhile: it sees either the old text or the new one.
     partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
-    partial.write_text(to_json(value), encoding="utf8")
-    partial.replace(target)
+    try:
+        partial.write_text(to_json(value), encoding="utf8")
+        partial.replace(target)
+    finally:
+        partial.unlink(missing_ok=True)  # there is one only if it failed
 
 
 def load(kind: type[T], path: str | Path) -> T:

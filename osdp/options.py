@@ -251,20 +251,21 @@ def make_search_options(allowed: tuple[Mode, ...], options: PlanOptions, device:
         ValueError: What is forced needs links that are unknown.
     """
     two_step = options["two_step"]
-    if (allowed == (Mode.HYBRID_SHARD,) or two_step) and not device.group_sizes:
-        asked = "two_step=True" if two_step else "strategy='HYBRID_SHARD'"
-        raise ValueError(
-            f"{asked} needs groups of ranks, of which DeviceInfo knows no links: pass group_sizes=(2,), for "
-            "example, here or to DeviceInfo.detect(group_sizes=...), which several machines need not"
-        )
     free = allowed == tuple(Mode) and not two_step
-    return SearchOptions(
+    found = SearchOptions(
         allowed=allowed,
         slices=tuple(options["slices"]) if free else (),
         recompute=options["recompute"] and free,
         offload=options["offload"],
         two_step=two_step,
     )
+    if found.needs_groups and not device.group_sizes:
+        asked = "two_step=True" if two_step else "strategy='HYBRID_SHARD'"
+        raise ValueError(
+            f"{asked} needs groups of ranks, of which DeviceInfo knows no links: pass group_sizes=(2,), for "
+            "example, here or to DeviceInfo.detect(group_sizes=...), which several machines need not"
+        )
+    return found
 
 
 def lists_options(documented: Documented) -> Documented:

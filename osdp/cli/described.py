@@ -107,11 +107,12 @@ def on_the_spot(name: str, options: DescribeOptions) -> Described:
     cluster = parse_devices(options.devices)
     device = device_info_of(cluster, options.memory_limit)
     dtype = options.param_dtype or cluster.half
+    # What is wrong with these is told before the model is traced.
+    training = Training.stepped_by(options.optimizer or "AdamW", param_dtype=dtype)
     module, sample = model_called(name, parse_fields(options.fields), options.batch or 1, options.seq)
     desc = describe_computed_in(module, sample, dtype)
-    training = Training.stepped_by(
-        options.optimizer or "AdamW", param_dtype=dtype, local_batch=desc.local_batch
-    )
+    # The batch of a function's model is its own.
+    training = replace(training, local_batch=options.batch or desc.local_batch)
     return Described(desc, device, training, None)
 
 
@@ -136,12 +137,12 @@ def model_called(name: str, fields: dict[str, Any], batch: int, seq: int | None)
     if Path(name).is_dir():
         name = str(Path(name, "config.json"))
     if ":" in name:
-        return build(name, fields, batch, seq or 1)
+        return build(name, fields, batch, seq)
     if not name.endswith(".json") and name not in GPT2_SIZES and name not in CONFIG_MAPPING:
         if name not in SHAPES:
             known = [*SHAPES, *GPT2_SIZES, *CONFIG_MAPPING]
             nearest = difflib.get_close_matches(name, known, n=3)
-            hint = f"; did you mean {' or '.join(nearest)}?" if nearest else ""
+            hint = f"; did you mean {' or '.join(nearest)}?" if nearest else "."
             raise ValueError(
                 f"unknown model {name!r}{hint} There are {', '.join(SHAPES)}, model types of transformers, "
                 "folders with a config.json, and module:function"
@@ -149,18 +150,16 @@ def model_called(name: str, fields: dict[str, Any], batch: int, seq: int | None)
         if fields:
             raise ValueError(f"--set changes fields of a configuration, and {name} is a shape: use its type")
         module: Any = model_of_shape(SHAPES[name])
-        _check_positions(name, module.config, seq)
+        _check_positions(name, module.config, seq, "")
         return module, token_batch(batch, seq or SHAPES[name].sequence)
-    module, _ = build(name, fields, 1, 1)
-    positions = _check_positions(name, module.config, seq)
+    module, _ = build(name, fields, 1, None)
+    more = f", or pass --set max_position_embeddings={seq} if the model is to have more"
+    positions = _check_positions(name, module.config, seq, more)
     return module, token_batch(batch, seq or positions or 1024)
 
 
-def _check_positions(name: str, config: Any, seq: int | None) -> int | None:
+def _check_positions(name: str, config: Any, seq: int | None, more: str) -> int | None:
     positions = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
     if seq is not None and positions is not None and seq > positions:
-        raise ValueError(
-            f"--seq {seq} is longer than the {positions} positions of {name}: shorten it, or pass --set "
-            f"max_position_embeddings={seq} if the model is to have more"
-        )
+        raise ValueError(f"--seq {seq} is longer than the {positions} positions of {name}: shorten it{more}")
     return positions

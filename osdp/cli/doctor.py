@@ -52,6 +52,11 @@ def doctor(
 ) -> None:
     """Print what is installed and usable here, and how to mend what is not; exits with 1 if something is."""
     checks = [*_checks(), *(_links() if links else ())]
+    if links:
+        from osdp.comm.objects import is_first
+
+        if not is_first():
+            return
     if as_json:
         typer.echo(codec.to_json(checks), nl=False)
     else:
@@ -92,12 +97,6 @@ def _checks() -> Iterator[Check]:
     nearest = next(path for path in (folder, *folder.parents) if path.exists())
     writable = os.access(nearest, os.W_OK)
     yield Check("cache", str(folder), writable, "" if writable else "pass cache_dir=, a folder to write to")
-
-
-def _backend(name: str, is_there: bool) -> Check:
-    if is_there:
-        return Check(name, "available")
-    return Check(name, "missing", is_fine=False, mend="install a build of torch that has it")
 
 
 def _accelerators() -> Iterator[Check]:

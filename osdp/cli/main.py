@@ -12,6 +12,7 @@ import logging
 import sys
 import traceback
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -36,6 +37,7 @@ from osdp.cli.models import (
     MODEL,
     PROFILE,
     SOURCE,
+    TOKENS,
     TRAINING,
     ModelSource,
     build,
@@ -114,8 +116,11 @@ def start(
 @app.command()
 def profile(
     model: _ModelName,
-    batch: Annotated[int, typer.Option(help="samples per device in a microbatch")] = 1,
-    seq: Annotated[int, typer.Option(help="tokens per sample")] = 1024,
+    batch: Annotated[
+        int | None,
+        typer.Option(min=1, help="samples per device in a microbatch; by default 1, or those of a function"),
+    ] = None,
+    seq: Annotated[int | None, typer.Option(min=1, help="tokens per sample; by default 1024")] = None,
     fields: _Fields = [],  # noqa: B006  (typer copies it)
     optimizer: Annotated[str, typer.Option(help="a class in torch.optim")] = "AdamW",
     memory_limit: _Limit = None,
@@ -147,9 +152,10 @@ def profile(
             cuda.set_device(distributed.get_node_local_rank())
         distributed.init_process_group("nccl" if on_gpus else "gloo")
         mesh = init_device_mesh("cuda" if on_gpus else "cpu", (distributed.get_world_size(),))
-    module, sample = build(model, parse_fields(fields), batch, seq)
-    training = Training.stepped_by(optimizer, local_batch=batch, param_dtype=param_dtype)
+    training = Training.stepped_by(optimizer, param_dtype=param_dtype)
+    module, sample = build(model, parse_fields(fields), batch or 1, seq)
     model_desc = ModelDesc.from_module(module, sample)
+    training = replace(training, local_batch=batch or model_desc.local_batch)
     part = make_rank_model(module, SampleBatch.of(sample), model_desc, tp, loss_fn=None, policy=None)
     module, model_desc = part.model, part.desc
     # A cached measurement is not what someone who asks for a profile wants.
@@ -162,7 +168,8 @@ def profile(
         named = {MODEL: model_desc, DEVICE: device_info, PROFILE: timed, TRAINING: training}
         for name, value in named.items():
             codec.save(value, out / name)
-        codec.save(ModelSource(model, tuple(fields), batch, seq, tp), out / SOURCE)
+        samples = training.local_batch or 1
+        codec.save(ModelSource(model, tuple(fields), samples, seq or TOKENS, tp), out / SOURCE)
         typer.echo(
             f"{model_desc.name} with {format_bytes(model_desc.nbytes)} of parameters is described in {out}"
         )

@@ -65,17 +65,21 @@ class ModelSource:
         return ":" in self.model
 
 
-def build(name: str, fields: dict[str, Any], batch: int, seq: int) -> "tuple[nn.Module, Any]":
+#: Tokens per sample where they are not given.
+TOKENS = 1024
+
+
+def build(name: str, fields: dict[str, Any], batch: int, seq: int | None) -> "tuple[nn.Module, Any]":
     """The model called ``name`` and a sample batch for it.
 
     Args:
         name: As the ``MODEL`` of ``osdp profile``.
         fields: Configuration fields to override.
-        batch: Samples in the batch.
-        seq: Tokens per sample.
+        batch: Samples in the batch; that of a function's model is its own.
+        seq: Tokens per sample, by default :data:`TOKENS`.
 
     Raises:
-        ValueError: The model or a field is unknown, or fields were given for a function's model.
+        ValueError: The model or a field is unknown, or fields or tokens were given for a function's model.
     """
     from osdp.integrations.huggingface.models import language_model, token_batch
 
@@ -85,6 +89,8 @@ def build(name: str, fields: dict[str, Any], batch: int, seq: int) -> "tuple[nn.
             raise ValueError(
                 f"{name} creates its own configuration: --set {', '.join(fields)} would have no effect"
             )
+        if seq is not None:
+            raise ValueError(f"{name} creates its own batch: --seq {seq} would have no effect")
         # Python does not search the current folder for a console script.
         sys.path.insert(0, os.getcwd())
         return _call_factory(name, getattr(importlib.import_module(module), factory, None))
@@ -94,7 +100,7 @@ def build(name: str, fields: dict[str, Any], batch: int, seq: int) -> "tuple[nn.
             raise ValueError(f"{name}: must be a JSON object with a configuration, got {quote(content)}")
         fields = {**content, **fields}
         name = str(fields.pop("model_type", ""))
-    return language_model(name, fields), token_batch(batch, seq)
+    return language_model(name, fields), token_batch(batch, seq or TOKENS)
 
 
 def _call_factory(name: str, factory: Any) -> "tuple[nn.Module, Any]":
@@ -149,6 +155,7 @@ def load_described_model(
                 f"{batch or samples} x {seq or tokens}: pass --micro-batch {samples} --seq {tokens}, or "
                 "change the function"
             )
+        return build(source.model, parse_fields(source.fields), samples, None)
     return build(source.model, parse_fields(source.fields), batch or source.batch, seq or source.seq)
 
 

@@ -38,7 +38,7 @@ class SearchChoices:
     """Options of the search: what it may choose, and what is given."""
 
     microbatches: Annotated[
-        int | None, typer.Option(help="microbatches per step; by default 1, or 4 x pp with stages")
+        int | None, typer.Option(min=1, help="microbatches per step; by default 1, or 4 x pp with stages")
     ] = None
     strategy: Annotated[
         str | None, typer.Option(help="use this sharding strategy everywhere, for example FULL_SHARD")
@@ -74,14 +74,19 @@ def plan(
     from osdp.api import make_plan
     from osdp.plan.search_options import SLICES
 
+    _require_two_files(out, page)
     found = _described(model, described, device)
     device_info = found.device
     dp, microbatches = layout.dp, choices.microbatches
     if dp not in (None, device_info.world_size):
+        mend = (
+            f"name {dp} in --devices"
+            if described.devices is not None
+            else f"profile on {dp} devices (torchrun --nproc-per-node {dp} --no-python osdp profile ...), or "
+            "pass their description with --device"
+        )
         raise ValueError(
-            f"--dp {dp} does not match the number of devices described, {device_info.world_size}: profile on "
-            f"{dp} devices (torchrun --nproc-per-node {dp} --no-python osdp profile ...), or pass their "
-            "description with --device"
+            f"--dp {dp} does not match the number of devices described, {device_info.world_size}: {mend}"
         )
     options: dict[str, Any] = {
         "training": replace(found.training, microbatches=microbatches or 1),
@@ -113,8 +118,13 @@ def plan(
         _write_page(made, page)
 
 
+def _require_two_files(out: Path | None, page: Path | None) -> None:
+    if out is not None and page is not None and out.absolute() == page.absolute():
+        raise ValueError(f"the plan and its page cannot both be written to {out}: name two files")
+
+
 @contextmanager
-def _shortfall_in(page: Path | None) -> Iterator[None]:
+def _shortfall_in(page: Path | None, beside_json: bool = False) -> Iterator[None]:
     """Writes the page of the plan with the lowest peak, to show what is missing where, if nothing fits."""
     try:
         yield
@@ -123,15 +133,15 @@ def _shortfall_in(page: Path | None) -> Iterator[None]:
             typer.echo(f"{page} is not written: there is none of models that are cut into stages", err=True)
         elif page is not None:
             try:
-                _write_page(error.lowest, page)
+                _write_page(error.lowest, page, beside_json)
             except (ImportError, OSError) as fault:  # what nothing fits is the larger fault
                 typer.echo(f"{page} is not written: {fault}", err=True)
         raise
 
 
-def _write_page(made: Plan, path: Path) -> None:
+def _write_page(made: Plan, path: Path, beside_json: bool = False) -> None:
     made.report(path)
-    typer.echo(f"written: {path}")
+    typer.echo(f"written: {path}", err=beside_json)
 
 
 def _described(model: str, options: DescribeOptions, device: Path | None = None) -> Described:
@@ -139,6 +149,11 @@ def _described(model: str, options: DescribeOptions, device: Path | None = None)
         if given := options.given():
             raise ValueError(f"{model} is described already: {', '.join(given)} would have no effect")
         return from_folder(Path(model), device, options.memory_limit)
+    if device is not None:
+        raise ValueError(
+            f"--device {device} describes the devices of a folder written by osdp profile, which {model} is "
+            "not: name them with --devices alone"
+        )
     return on_the_spot(model, options)
 
 
@@ -275,8 +290,9 @@ def whatif(
     from osdp.report.explanation_table import difference_table
     from osdp.text import parse_rate
 
+    _require_two_files(out, page)
     before = Plan.load(path)
-    with _shortfall_in(page):
+    with _shortfall_in(page, as_json):
         after = what_if(
             before,
             memory_limit=memory_limit,
@@ -289,7 +305,7 @@ def whatif(
     if out is not None:
         after.save(out)
     if page is not None:
-        _write_page(after, page)
+        _write_page(after, page, as_json)
     found = difference_of(before, after)
     if as_json:
         typer.echo(codec.to_json(found), nl=False)
@@ -314,7 +330,15 @@ def report(
     from osdp.plan.measured import MemoryReport
     from osdp.report.html.page import html_page
 
-    found = collect(Plan.load(path), None if measured is None else MemoryReport.load(measured))
+    _require_two_files(path, out)
+    plan, run = Plan.load(path), None if measured is None else MemoryReport.load(measured)
+    if run is not None and run.predicted_peak_bytes != plan.predicted.peak_bytes:
+        raise ValueError(
+            f"{measured} is of a run under another plan: its predicted peak is "
+            f"{format_bytes(run.predicted_peak_bytes)}, and that of {path} is "
+            f"{format_bytes(plan.predicted.peak_bytes)}"
+        )
+    found = collect(plan, run)
     out.write_text(html_page(found), encoding="utf8")
     typer.echo(f"written: {out}")
     if png is not None:

@@ -38,6 +38,11 @@ def parse_devices(text: str) -> Cluster:
             f"{text!r} are {nodes} nodes, and the network between them is not known: add its speed per node, "
             f'as in "{text.strip()}, 400 Gbit/s"'
         )
+    if nodes == 1 and network is not None:
+        raise ValueError(
+            f"{text!r} is one node, and the network is that between nodes: leave it out, or for nodes of one "
+            f'GPU each write "{devices} x 1 x {gpu}, {network}"'
+        )
     fields = {"gpu": gpu, "count": nodes, "devices": devices, "network": network or "1 Gbit/s"}
     return Cluster((NodeGroup(node_of(fields, "--devices"), nodes),))
 

@@ -1,6 +1,7 @@
 """Two plans beside each other: which operators are decided differently, and what that does."""
 
 from osdp.hardware.device_info import DeviceInfo
+from osdp.model.training import Training
 from osdp.plan.choices import choice_of_operators
 from osdp.plan.explanation import OperatorChange, PlanDifference
 from osdp.plan.plan import Plan
@@ -63,10 +64,14 @@ def _settings(before: Plan, after: Plan) -> list[tuple[str, str, str]]:
     return [
         row("memory limit", format_bytes(before.memory_limit), format_bytes(after.memory_limit)),
         row("ranks", before.dp, after.dp),
+        row("tensor-parallel ranks", before.tp, after.tp),
+        row("samples a step", *(_samples(plan) for plan in (before, after))),
         row("local batch", before.local_batch, after.local_batch),
         row("microbatches", before.training.microbatches, after.training.microbatches),
         row("optimizer", before.training.optimizers, after.training.optimizers),
+        row("  its options", *(_options(plan.training) for plan in (before, after))),
         row("computed in", before.training.param_dtype, after.training.param_dtype),
+        row("reduced in", before.training.reduce_dtype, after.training.reduce_dtype),
         *_devices(before, after),
         row(
             "gradients reduced",
@@ -87,6 +92,16 @@ def _devices(before: Plan, after: Plan) -> list[tuple[str, str, str]]:
         return f"{known[0].bandwidth / 1e9:.3g} GB/s" if known else "none"
 
     return [("kind", first.kind, second.kind), ("all-gather", gathered(first), gathered(second))]
+
+
+def _samples(plan: Plan) -> int:
+    return plan.local_batch * plan.training.microbatches * plan.dp
+
+
+def _options(training: Training) -> str:
+    """Options of the optimizer that decide what a step takes."""
+    found = {"momentum": training.momentum, "amsgrad": training.amsgrad}
+    return ", ".join(name for name, used in found.items() if used) or "default"
 
 
 def _reduced(each: bool) -> str:

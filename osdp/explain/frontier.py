@@ -8,11 +8,12 @@ from typing import Any
 
 from osdp.errors import InfeasibleError
 from osdp.explain.rebuild import basis_of
+from osdp.explain.scaling import device_with_ranks
 from osdp.explain.what_if import candidates_of, changed_basis, search_again
 from osdp.plan.basis import Basis
 from osdp.plan.explanation import Frontier, FrontierPoint
 from osdp.plan.plan import Plan
-from osdp.search.sharding.planner import fastest, recomputed_blocks
+from osdp.search.sharding.planner import fastest, recomputed_blocks, with_shared_buckets
 
 #: Points of a frontier.
 POINTS = 9
@@ -30,9 +31,11 @@ def limit_frontier(plan: Plan, points: int = POINTS, *, seconds: float | None = 
         seconds: Stop after about this time, with the limits done by then; ``None`` does all.
 
     Raises:
-        ValueError: The plan does not contain what it was searched from.
+        ValueError: The plan does not contain what it was searched from; or there are less than 3 points.
     """
     basis_of(plan)
+    if points < 3:
+        raise ValueError(f"a frontier has the plan's own limit and both ends, not {points} points")
     own = plan.memory_limit
     others = [round(own * (_LEAST + (_MOST - _LEAST) * i / (points - 2))) for i in range(points - 1)]
     # The ends first: they say what more or less memory brings at all.
@@ -68,11 +71,17 @@ def ranks_frontier(plan: Plan, *, seconds: float | None = None) -> Frontier:
     Raises:
         ValueError: There is one rank, whose links say nothing of several; or as for :func:`limit_frontier`.
     """
-    own, per_node = plan.dp, basis_of(plan).device.devices_per_node
-    several_nodes = basis_of(plan).device.nodes > 1
+    own, basis = plan.dp, basis_of(plan)
+    device = basis.device
     counts = {own * 4, own * 2, own // 2} - {0, 1}
     ordered = sorted(
-        (count for count in counts if not several_nodes or count % per_node == 0),
+        (
+            count
+            for count in counts
+            if (device.nodes == 1 or count % device.devices_per_node == 0)
+            # A single node has no groups of nodes.
+            and not (basis.options.needs_groups and not device_with_ranks(device, count).group_sizes)
+        ),
         key=lambda count: abs(count - own),
     )
     found = _points(plan, own, ordered, lambda count: {"ranks": int(count)}, seconds)
@@ -87,11 +96,14 @@ def _points(
     seconds: float | None,
 ) -> tuple[FrontierPoint, ...]:
     start = time.monotonic()
-    found = [_point_of(own, plan)]
+    # Of one batch, as they stand beside the plan; and all of them searched alike, its own point as well: a
+    # plan may be simpler than the fastest, by as much as its measurements cannot tell apart.
+    basis = replace(basis_of(plan), trainings=(plan.training,))
+    found = [_point(own, basis)]
     for x in settings:
         if seconds is not None and time.monotonic() - start > seconds:
             break
-        found.append(_point(x, changed_basis(basis_of(plan), **change(x))[0]))
+        found.append(_point(x, changed_basis(basis, **change(x))[0]))
     return tuple(sorted(found, key=lambda point: point.x))
 
 
@@ -107,11 +119,12 @@ def _point(x: float, basis: Basis) -> FrontierPoint:
             return FrontierPoint(x, None, error.best_peak)
         return _point_of(x, plan)
     problem, solution, _ = answer
+    solution = with_shared_buckets(problem, solution)
     samples = problem.profile.local_batch * problem.training.microbatches * basis.device.world_size
     again = len(recomputed_blocks(problem, solution))
     return FrontierPoint(x, samples / solution.outcome.seconds, math.ceil(solution.outcome.peak), again)
 
 
 def _point_of(x: float, plan: Plan) -> FrontierPoint:
-    again = sum(len(stage.sharding.recomputed) for stage in plan.stages)
+    again = len(plan.sharding.recomputed)
     return FrontierPoint(x, plan.samples_per_second, plan.predicted.peak_bytes, again)

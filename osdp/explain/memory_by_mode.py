@@ -5,20 +5,18 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from osdp.cost.sharding.problem import build_problem
-from osdp.explain.scaling import profile_at_batch
+from osdp.errors import InfeasibleError
 from osdp.explain.step_memory import memory_timeline
-from osdp.explain.what_if import search_again
+from osdp.explain.what_if import profile_for_batch, search_again
 from osdp.plan.basis import Basis
 from osdp.plan.explanation import MemoryRow
+from osdp.plan.plan import Plan
 from osdp.plan.search_options import SLICES, SearchOptions
 from osdp.plan.sharding import Mode
 from osdp.search.sharding.solve import min_peak
 
 #: Modes of the table, those that take most memory first.
 MODES = (Mode.NO_SHARD, Mode.SHARD_OPTIMIZER, Mode.SHARD_GRAD_OP, Mode.FULL_SHARD)
-
-#: A limit that every plan keeps.
-_UNLIMITED = 2**62
 
 
 def memory_by_mode(basis: Basis, batches: Sequence[int] = ()) -> list[MemoryRow]:
@@ -34,13 +32,12 @@ def memory_by_mode(basis: Basis, batches: Sequence[int] = ()) -> list[MemoryRow]
     rows = []
     for batch in batches or [profile.local_batch for profile in basis.profiles]:
         nearest = min(basis.profiles, key=lambda profile: abs(profile.local_batch - batch))
-        profile = profile_at_batch(nearest, basis.model_desc, batch)
+        profile = profile_for_batch(nearest, basis, basis.trainings[0], batch)
         training = replace(basis.trainings[0], local_batch=batch)
         there = replace(basis, trainings=(training,), profiles=(profile,))
         limit = basis.device.memory_limit
-        unlimited = replace(there, device=replace(basis.device, memory_limit=_UNLIMITED))
         for mode in MODES if basis.device.world_size > 1 else MODES[:1]:
-            plan = search_again(replace(unlimited, options=SearchOptions(allowed=(mode,))))
+            plan = _in_mode(there, mode)
             peak = memory_timeline(plan).peak
             nbytes = plan.predicted.peak_bytes
             rows.append(
@@ -49,6 +46,17 @@ def memory_by_mode(basis: Basis, batches: Sequence[int] = ()) -> list[MemoryRow]
         least = _least(there)
         rows.append(MemoryRow("least of any plan", batch, None, None, least, least <= limit))
     return rows
+
+
+def _in_mode(basis: Basis, mode: Mode) -> Plan:
+    """The fastest plan in one mode that fits, or else the one that takes least."""
+    try:
+        return search_again(replace(basis, options=SearchOptions(allowed=(mode,))))
+    except InfeasibleError as error:
+        lowest: Plan | None = error.lowest
+        if lowest is None:
+            raise
+        return lowest
 
 
 def _least(basis: Basis) -> int:

@@ -6,10 +6,11 @@ that it reads and writes.
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
-from osdp.hardware.device_info import DeviceInfo, Link
+from osdp.hardware.device_info import DeviceInfo, Link, ring_steps
 from osdp.hardware.profile import OptimizerProfile, PassProfile, Profile, SegmentProfile
 from osdp.model.description import DTYPE_BYTES, ModelDesc, Operator, Work
 from osdp.model.training import FUSED, Training
@@ -180,8 +181,7 @@ def device_with_bandwidth(device: DeviceInfo, bandwidth: float) -> DeviceInfo:
     """
     if device.world_size == 1:
         raise ValueError("there is one device, and no network")
-    shared = device.devices_per_node if device.nodes > 1 else 1
-    links = tuple(_over_network(link, device, bandwidth, shared) for link in device.links)
+    links = tuple(_over_network(link, device, _PAYLOAD * bandwidth) for link in device.links)
     found = replace(device, links=links, measured=False)
     reduced = found.link("all_reduce")
     # What is hidden is told of the all-reduce. Of a longer one, the part that is on the wire needs no core
@@ -227,23 +227,56 @@ def profile_with_faster_compute(profile: Profile, factor: float) -> Profile:
     return replace(profile, segments=segments)
 
 
-def _over_network(link: Link, device: DeviceInfo, bandwidth: float, shared: int) -> Link:
-    if device.nodes > 1 and link.group.startswith("inside"):
+def _over_network(link: Link, device: DeviceInfo, bandwidth: float) -> Link:
+    """A link where the payload of the network is ``bandwidth`` bytes per second."""
+    kind, size = _kind_and_size(link)
+    in_node = device.nodes > 1 and kind == "inside" and size <= device.devices_per_node
+    if in_node:
         return link
-    # All devices of a node send at once where groups lie across nodes.
-    users = shared if link.group.startswith("across") else 1
     if link.collective == "reduce_scatter" and device.holds_copies:
         # Where parts are exchanged, half as much is sent: what pays is found out again for this network.
         link = replace(link, by_exchange=True)
-    sent = _sent(link) * users / (_PAYLOAD * bandwidth)
+    # All devices of a node send at once where groups lie across nodes.
+    users = device.devices_per_node if device.nodes > 1 else 1
+    least = 0.0
+    if kind == "two_step":
+        # A device moves its part of a group's tensor across groups, then the groups share all parts.
+        inside = _inside(device, link.collective, size)
+        groups = link.size // size
+        within = 1 / inside.bandwidth if inside is not None else (size - 1) / size / bandwidth
+        sent = within + (groups - 1) / groups / size * users / bandwidth
+    elif kind == "across":
+        sent = _sent(link) * users / bandwidth
+    else:
+        # A ring enters and leaves each node once, and is as slow as its slowest part.
+        inside = _inside(device, link.collective, device.devices_per_node)
+        sent = _sent(link) / bandwidth
+        least = 0.0 if inside is None else _sent(link) / _rate(inside)
     copied = _COPIES / device.copy_bandwidth
-    return replace(link, bandwidth=1 / (sent + copied), residual=0.0)
+    return replace(link, bandwidth=1 / max(sent + copied, least), residual=0.0)
+
+
+def _kind_and_size(link: Link) -> tuple[str, int]:
+    """The first word of a link's group, and the ranks of each group: all of them if there is one."""
+    kind, _, size = link.group.partition(" ")
+    return kind, int(size or link.size)
+
+
+def _inside(device: DeviceInfo, collective: str, size: int) -> Link | None:
+    """The link inside groups of a node, if there are several nodes and it is known."""
+    found = (link for link in device.links if (link.collective, link.group) == (collective, f"inside {size}"))
+    return next(found, None) if device.nodes > 1 and size <= device.devices_per_node else None
 
 
 def _sent(link: Link) -> float:
     """Bytes that a rank sends for each byte of the tensor."""
     part = (link.size - 1) / link.size
     return 2 * part if link.collective == "all_reduce" else part
+
+
+def _rate(link: Link) -> float:
+    """Bytes per second that a rank sends."""
+    return _sent(link) * link.bandwidth
 
 
 def device_with_ranks(device: DeviceInfo, ranks: int) -> DeviceInfo:
@@ -271,12 +304,7 @@ def device_with_ranks(device: DeviceInfo, ranks: int) -> DeviceInfo:
         # Fewer share the bandwidth of the machine's memory; how much more it has for more is not known.
         share = shared * device.devices_per_node / per_node
         shared = max(shared, min(share, device.copy_alone))
-    found: tuple[Link, ...] = ()
-    if ranks > 1:
-        # Groups of other sizes were not measured.
-        world = [link for link in device.links if link.group == "world"]
-        found = tuple(_over_ranks(link, ranks) for link in world)
-    else:
+    if ranks == 1:
         # Nothing is gathered or reduced. A CPU alone is planned without hooks, as DeviceInfo.detect has it.
         device = replace(device, unit_overhead=0.0, parameter_overhead=0.0)
         if device.kind == "cpu":
@@ -285,7 +313,7 @@ def device_with_ranks(device: DeviceInfo, ranks: int) -> DeviceInfo:
         device,
         nodes=nodes,
         devices_per_node=per_node,
-        links=found,
+        links=tuple(_links_over(device, nodes, per_node)),
         copy_bandwidth=shared,
         ranks_per_core=min(device.ranks_per_core, math.ceil(cores * per_node)),
         measured=False,
@@ -314,9 +342,50 @@ def profile_without_neighbours(profile: Profile) -> Profile:
     return replace(profile, segments=segments)
 
 
-def _over_ranks(link: Link, ranks: int) -> Link:
+def _links_over(device: DeviceInfo, nodes: int, per_node: int) -> Iterator[Link]:
+    """The links of ``device`` among more or fewer of its ranks."""
+    ranks = nodes * per_node
+    in_steps = device.kind == "cpu"
+    of_node = f"inside {device.devices_per_node}"
+    one_node = device.nodes > 1 and nodes == 1 and any(link.group == of_node for link in device.links)
+    for link in device.links if ranks > 1 else ():
+        kind, size = _kind_and_size(link)
+        if one_node and link.group == of_node:
+            # What was a group is all there is now, and what lay across nodes is gone.
+            yield replace(_over_ranks(link, ranks, in_steps), group="world")
+        elif kind == "world" and not one_node:
+            yield _over_ranks(link, ranks, in_steps)
+        elif kind != "world" and size < ranks and ranks % size == 0 and not one_node:
+            # Groups are as large as they were, and there are more or fewer of them.
+            inside = _inside(device, link.collective, size)
+            if kind == "inside":
+                yield link
+            elif kind == "across":
+                yield _over_ranks(link, ranks // size, in_steps)
+            elif inside is not None:
+                yield _two_steps(link, inside, ranks, in_steps)
+
+
+def _over_ranks(link: Link, ranks: int, in_steps: bool) -> Link:
+    """A link of a ring over another number of ranks, which gloo goes around ``in_steps`` of one rank each."""
     part, wanted = (link.size - 1) / link.size, (ranks - 1) / ranks
-    steps = (ranks - 1) / (link.size - 1)
+    steps = (ranks - 1) / (link.size - 1) if in_steps else ring_steps(ranks) / ring_steps(link.size)
     return replace(
         link, size=ranks, latency=link.latency * steps, bandwidth=link.bandwidth * part / wanted, residual=0.0
+    )
+
+
+def _two_steps(link: Link, inside: Link, ranks: int, in_steps: bool) -> Link:
+    """A route in two steps with another number of groups: what it takes beyond ``inside`` lies across."""
+    slower = max(1 / link.bandwidth - 1 / inside.bandwidth, 0.01 / link.bandwidth)
+    across = Link(
+        link.collective, "", link.size // inside.size, max(link.latency - inside.latency, 0.0), 1 / slower
+    )
+    across = _over_ranks(across, ranks // inside.size, in_steps)
+    return replace(
+        link,
+        size=ranks,
+        latency=inside.latency + across.latency,
+        bandwidth=1 / (1 / inside.bandwidth + 1 / across.bandwidth),
+        residual=0.0,
     )

@@ -1,5 +1,6 @@
 """A plan searched again under another setting, from the same measurements."""
 
+import math
 from dataclasses import replace
 
 from osdp.explain.rebuild import basis_of
@@ -11,9 +12,11 @@ from osdp.explain.scaling import (
     profile_with_optimizer,
     profile_without_neighbours,
 )
+from osdp.hardware.profile import Profile
 from osdp.model.training import MATRIX_OPTIMIZERS, Training
 from osdp.plan.basis import Basis
-from osdp.plan.plan import Plan
+from osdp.plan.plan import NOT_MEASURED, Plan
+from osdp.profiler.roofline import estimate
 from osdp.search.sharding.planner import Candidate, best_plan
 from osdp.text import parse_bytes
 
@@ -47,8 +50,12 @@ def what_if(
         ValueError: A setting cannot be planned for without measuring; or the plan does not contain what it
             was searched from.
     """
+    basis = basis_of(plan)
+    if local_batch is not None or microbatches is not None:
+        # What is not asked about stays, also where the plan was the best of several batches.
+        basis = replace(basis, trainings=(plan.training,))
     basis, estimated = changed_basis(
-        basis_of(plan),
+        basis,
         memory_limit=memory_limit,
         bandwidth=bandwidth,
         local_batch=local_batch,
@@ -57,9 +64,10 @@ def what_if(
         optimizer=optimizer,
     )
     found = search_again(basis)
-    if not estimated:
-        return found
-    return replace(found, notes=(*found.notes, f"not measured: {'; '.join(estimated)}"))
+    notes = [note for note in plan.notes if note.startswith(NOT_MEASURED)]
+    if estimated:
+        notes.append(f"{NOT_MEASURED}{'; '.join(estimated)}")
+    return replace(found, notes=(*found.notes, *notes))
 
 
 def changed_basis(
@@ -77,12 +85,29 @@ def changed_basis(
     Raises:
         ValueError: As there.
     """
+    counts = {"local_batch": local_batch, "microbatches": microbatches, "ranks": ranks}
+    wrong = [f"{name}={value}" for name, value in counts.items() if value is not None and value < 1]
+    if bandwidth is not None and not 0 < bandwidth < math.inf:
+        wrong.append(f"bandwidth={bandwidth}")
+    if wrong:
+        raise ValueError(f"there are no plans for {', '.join(wrong)}: these must be positive")
     estimated: list[str] = []
     device, trainings, profiles = basis.device, basis.trainings, basis.profiles
     if memory_limit is not None:
         device = replace(device, memory_limit=parse_bytes(memory_limit))
+    if local_batch is not None:
+        nearest = min(profiles, key=lambda profile: abs(profile.local_batch - local_batch))
+        profiles = (profile_for_batch(nearest, basis, trainings[0], local_batch),)
+        trainings = tuple(dict.fromkeys(replace(each, local_batch=local_batch) for each in trainings))
+        if nearest.local_batch != local_batch and nearest.measured:
+            estimated.append(f"times and bytes at batch {local_batch}, from those at {nearest.local_batch}")
     if ranks is not None and ranks != device.world_size:
         device = device_with_ranks(device, ranks)
+        if basis.options.needs_groups and not device.group_sizes:
+            raise ValueError(
+                f"the plan is to shard in groups, which {ranks} ranks do not have: ask for several nodes, or "
+                "plan without strategy= and two_step="
+            )
         estimated.append(f"links of {ranks} ranks" if ranks > 1 else "a step without collectives")
         copies = basis.device.copy_bandwidth / device.copy_bandwidth
         if copies != 1:
@@ -94,12 +119,6 @@ def changed_basis(
     if bandwidth is not None:
         device = device_with_bandwidth(device, bandwidth)
         estimated.append(f"links of a network of {bandwidth * 8 / 1e9:g} Gbit/s")
-    if local_batch is not None:
-        nearest = min(profiles, key=lambda profile: abs(profile.local_batch - local_batch))
-        profiles = (profile_at_batch(nearest, basis.model_desc, local_batch),)
-        trainings = tuple(dict.fromkeys(replace(each, local_batch=local_batch) for each in trainings))
-        if nearest.local_batch != local_batch:
-            estimated.append(f"times and bytes at batch {local_batch}, from those at {nearest.local_batch}")
     if microbatches is not None:
         trainings = tuple(dict.fromkeys(replace(each, microbatches=microbatches) for each in trainings))
     if optimizer is not None:
@@ -108,9 +127,18 @@ def changed_basis(
         profiles = tuple(
             profile_with_optimizer(profile, before, trainings[0], device.kind) for profile in profiles
         )
-        if trainings[0].optimizers != before.optimizers:
+        if trainings[0] != before:
             estimated.append(f"the step of {optimizer}, from that of {before.optimizers}")
     return replace(basis, device=device, trainings=trainings, profiles=profiles), estimated
+
+
+def profile_for_batch(profile: Profile, basis: Basis, training: Training, local_batch: int) -> Profile:
+    """A profile at another batch; one that says no more than the roofline does, from the roofline."""
+    if not profile.measured and profile.local_batch != local_batch:
+        at = replace(training, local_batch=profile.local_batch)
+        if profile == estimate(basis.model_desc, basis.device, at):
+            return estimate(basis.model_desc, basis.device, replace(training, local_batch=local_batch))
+    return profile_at_batch(profile, basis.model_desc, local_batch)
 
 
 def search_again(basis: Basis) -> Plan:
@@ -128,8 +156,6 @@ def candidates_of(basis: Basis) -> list[Candidate]:
 
 
 def _with_optimizer(training: Training, optimizer: str) -> Training:
-    if optimizer == training.optimizers:
-        return training
     if optimizer in MATRIX_OPTIMIZERS:
         if training.matrix_optimizer is None:
             raise ValueError(

@@ -5,6 +5,7 @@ linear model of Hockney (Parallel Computing 20(3), 1994), fitted to the live bac
 a ring, because backends differ: gloo's reduce-scatter costs as much as an all-reduce.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -53,6 +54,11 @@ class Link:
     def seconds(self, nbytes: float) -> float:
         """Time of one collective on a tensor of ``nbytes`` bytes."""
         return self.latency + nbytes / self.bandwidth
+
+
+def ring_steps(ranks: int) -> int:
+    """Messages of a collective that follow one another: around a ring, or up and down a tree if fewer."""
+    return min(ranks - 1, 2 * math.ceil(math.log2(ranks)))
 
 
 @dataclass(frozen=True, slots=True)

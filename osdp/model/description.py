@@ -238,6 +238,7 @@ class ModelDesc(Savable):
         operators: In order of first use; those that the sample batch did not use come last.
         modules: FQNs of all modules whose forward ran, in order of first call.
         opaque: Modules that are described as one; their memory was recorded for one input.
+        computed_in: Dtype that the work was traced in, where it is not that of the parameters.
     """
 
     name: str
@@ -249,6 +250,7 @@ class ModelDesc(Savable):
     operators: tuple[Operator, ...]
     modules: tuple[str, ...]
     opaque: tuple[OpaqueModule, ...] = ()
+    computed_in: str | None = None
 
     @property
     def doubts(self) -> tuple[str, ...]:

@@ -222,6 +222,11 @@ class Frontier:
     points: tuple[FrontierPoint, ...]
     here: float
 
+    @property
+    def own(self) -> FrontierPoint:
+        """The best plan under the plan's own setting: the plan itself, or one that is hardly faster."""
+        return next(point for point in self.points if point.x == self.here)
+
 
 @dataclass(frozen=True, slots=True)
 class MemoryRow:

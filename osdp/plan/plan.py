@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 #: Format 6 unites two earlier ones: format 5 of plans of a whole model, and format 1 of plans with stages.
 PLAN_VERSION = 6
 
+#: How a note begins that says what of a plan was scaled, not measured.
+NOT_MEASURED = "not measured: "
+
 
 @dataclass(frozen=True)
 class StagePlan:

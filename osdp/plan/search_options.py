@@ -31,6 +31,11 @@ class SearchOptions:
     offload: bool = False
     two_step: bool | None = None
 
+    @property
+    def needs_groups(self) -> bool:
+        """Whether every plan has groups of ranks."""
+        return self.allowed == (Mode.HYBRID_SHARD,) or bool(self.two_step)
+
 
 #: Sharding alone, in any mode.
 SHARDING = SearchOptions()

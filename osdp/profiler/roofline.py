@@ -140,7 +140,9 @@ def _round_up(nbytes: float) -> int:
 
 def _narrow_factor(model_desc: ModelDesc, training: Training) -> float:
     """Fraction of the traced bytes that kernels move when they compute in ``param_dtype``; at most 1."""
-    own = max((DTYPE_BYTES[p.dtype] for op in model_desc.operators for p in op.parameters), default=0)
+    stored = (parameter.dtype for op in model_desc.operators for parameter in op.parameters)
+    dtypes = (model_desc.computed_in,) if model_desc.computed_in else stored
+    own = max((DTYPE_BYTES[dtype] for dtype in dtypes), default=0)
     if training.param_dtype is None or own == 0:
         return 1.0
     return min(1.0, DTYPE_BYTES[training.param_dtype] / own)

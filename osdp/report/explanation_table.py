@@ -81,7 +81,7 @@ def difference_table(difference: PlanDifference) -> str:
     rows.append(_time_row("  communication", first.communication_seconds, second.communication_seconds))
     rows.append(_time_row("  optimizer", first.optimizer_seconds, second.optimizer_seconds))
     rates = before.samples_per_second, after.samples_per_second
-    rows.append(("samples/s", f"{rates[0]:.1f}", f"{rates[1]:.1f}", f"{rates[1] / rates[0] - 1:+.1%}"))
+    rows.append(("samples/s", f"{rates[0]:.4g}", f"{rates[1]:.4g}", f"{rates[1] / rates[0] - 1:+.1%}"))
     peaks = first.peak_bytes, second.peak_bytes
     change = signed(peaks[1] - peaks[0], format_bytes)
     rows.append(("peak", format_bytes(peaks[0]), format_bytes(peaks[1]), change))

@@ -31,7 +31,7 @@ def _facts(plan: Plan) -> list[str]:
     return [
         f"pp={plan.pp} x dp={plan.dp} x tp={plan.tp} = {plan.world_size} ranks, schedule {plan.schedule}, "
         f"{training.microbatches} microbatch{several} of {plan.local_batch}",
-        f"step {format_seconds(predicted.step_seconds)} ({plan.samples_per_second:.1f} samples/s), "
+        f"step {format_seconds(predicted.step_seconds)} ({plan.samples_per_second:.4g} samples/s), "
         f"bubble {plan.bubble:.0%}; {proven}",
         f"peak {format_bytes(predicted.peak_bytes)} of {format_bytes(plan.memory_limit)}: "
         f"{predicted.peak_moment}",

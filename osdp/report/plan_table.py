@@ -174,7 +174,7 @@ def _predicted(plan: Plan, sharding: ShardingPlan) -> list[str]:
         [f"recomputed {blocks} block{'s' * (blocks > 1)}, whose activations are not kept"] if blocks else []
     )
     return [
-        f"predicted  {format_seconds(costs.step_seconds)} a step{_spread(costs)}, {rate:.1f} samples/s: "
+        f"predicted  {format_seconds(costs.step_seconds)} a step{_spread(costs)}, {rate:.4g} samples/s: "
         + ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in parts.items()),
         f"peak       {format_bytes(costs.peak_bytes)}, {share:.0%} of the limit, in {costs.peak_moment}",
         f"states     {format_bytes(costs.state_bytes)} of it live all the time",

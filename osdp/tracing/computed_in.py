@@ -41,4 +41,4 @@ def describe_computed_in(
         parameters = tuple(replace(each, dtype=stored[each.name]) for each in operator.parameters)
         return replace(operator, parameters=parameters)
 
-    return replace(desc, operators=tuple(map(as_stored, desc.operators)))
+    return replace(desc, operators=tuple(map(as_stored, desc.operators)), computed_in=dtype)

@@ -150,7 +150,9 @@ def test_a_factory_is_found_in_the_current_folder(tmp_path: Path, monkeypatch: p
     (tmp_path / "my_model.py").write_text("def make():\n    return 'model', 'batch'\n", encoding="utf8")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    assert cli_models.build("my_model:make", {}, batch=1, seq=1) == ("model", "batch")
+    assert cli_models.build("my_model:make", {}, batch=1, seq=None) == ("model", "batch")
+    with pytest.raises(ValueError, match="creates its own batch: --seq 8 would have no effect"):
+        cli_models.build("my_model:make", {}, batch=1, seq=8)
 
 
 @pytest.mark.parametrize(

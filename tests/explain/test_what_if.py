@@ -5,7 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from osdp import InfeasibleError, ModelDesc, Plan, Training, make_plan
+from osdp import DeviceInfo, InfeasibleError, ModelDesc, Plan, Training, make_plan
+from osdp.cluster.devices import device_info_of, parse_devices
 from osdp.explain.difference import diff
 from osdp.explain.frontier import batch_frontier, limit_frontier, ranks_frontier
 from osdp.explain.scaling import device_with_bandwidth, device_with_ranks
@@ -36,8 +37,9 @@ def test_another_batch_of_an_estimate_is_the_estimate_at_that_batch(
     fresh = make_plan(None, desc, device(plan.memory_limit))
     assert other.modes == fresh.modes
     assert other.predicted.peak_bytes == pytest.approx(fresh.predicted.peak_bytes, rel=0.02)
-    assert other.predicted.step_seconds == pytest.approx(fresh.predicted.step_seconds, rel=0.1)
-    assert any("not measured: times and bytes at batch" in note for note in other.notes)
+    assert other.predicted.step_seconds == pytest.approx(fresh.predicted.step_seconds, rel=5e-3)
+    # The same roofline: a factor between the two batches would be one of measurements.
+    assert not [note for note in other.notes if note.startswith("not measured")]
 
 
 def test_another_optimizer(planned: Callable[..., Plan]) -> None:
@@ -52,14 +54,87 @@ def test_another_optimizer(planned: Callable[..., Plan]) -> None:
 
 
 def test_links_of_more_ranks_are_those_of_a_longer_ring() -> None:
-    # n - 1 steps, (n - 1) / n of the bytes.
-    more = device_with_ranks(device(ranks=4, bandwidth=1e9), 8)
-    link = more.link("all_gather")
-    assert (more.world_size, link.size) == (8, 8)
-    assert link.latency == pytest.approx(1e-5 * 7 / 3)
-    assert link.bandwidth == pytest.approx(1e9 * (3 / 4) / (7 / 8))
+    # n - 1 steps, or up and down a tree, which gloo does not build; (n - 1) / n of the bytes.
+    for kind, steps in (("cpu", 7), ("device", 6)):
+        more = device_with_ranks(replace(device(ranks=4, bandwidth=1e9), kind=kind), 8)
+        link = more.link("all_gather")
+        assert (more.world_size, link.size) == (8, 8)
+        assert link.latency == pytest.approx(1e-5 * steps / 3)
+        assert link.bandwidth == pytest.approx(1e9 * (3 / 4) / (7 / 8))
     with pytest.raises(ValueError, match="cannot be told from one device"):
         device_with_ranks(replace(device(), devices_per_node=1, links=()), 2)
+
+
+def specified(text: str) -> DeviceInfo:
+    return device_info_of(parse_devices(text))
+
+
+@pytest.mark.parametrize(("before", "after"), [("4", "2"), ("2", "4"), ("2", "16")])
+def test_more_or_fewer_nodes_have_the_links_that_they_are_specified_with(before: str, after: str) -> None:
+    """Groups were dropped, so that two-step routes and HYBRID_SHARD were gone with other numbers of nodes."""
+    found = device_with_ranks(specified(f"{before} x 8 x H100, 400 Gbit/s"), 8 * int(after))
+    wanted = specified(f"{after} x 8 x H100, 400 Gbit/s")
+    assert {(link.collective, link.group) for link in found.links} == {
+        (link.collective, link.group) for link in wanted.links
+    }
+    for link in wanted.links:
+        other = found.link(link.collective, link.group)
+        assert (other.size, other.latency) == (link.size, pytest.approx(link.latency))
+        assert other.bandwidth == pytest.approx(link.bandwidth)
+
+
+@pytest.mark.parametrize("ranks", [4, 8])
+def test_ranks_of_one_node_have_its_own_links(ranks: int) -> None:
+    """They were given the network between nodes, which is eight times slower."""
+    found = device_with_ranks(specified("2 x 8 x H100, 400 Gbit/s"), ranks)
+    for link in specified(f"{ranks} x H100").links:
+        assert found.link(link.collective).bandwidth == pytest.approx(link.bandwidth)
+
+
+@pytest.mark.parametrize(
+    ("text", "network"),
+    [("2 x 8 x H100, {} Gbit/s", 400), ("4 x 8 x H100, {} Gbit/s", 50), ("2 x 8 x A10, {} Gbit/s", 400)],
+)
+def test_another_network_is_what_is_specified_with_it(text: str, network: int) -> None:
+    """Routes in two steps were priced as a flat ring, and rings without the slower links inside a node."""
+    found = device_with_bandwidth(specified(text.format(100)), network * 1e9 / 8)
+    for link in specified(text.format(network)).links:
+        assert found.link(link.collective, link.group).bandwidth == pytest.approx(link.bandwidth, rel=0.15)
+
+
+def test_forced_groups_are_asked_for_where_there_are_some(planned: Callable[..., Plan]) -> None:
+    """A report of such a plan ended in an IndexError of the search."""
+    plan = planned(fraction=20.0)
+    assert plan.basis is not None
+    cluster = specified("4 x 8 x H100, 400 Gbit/s")
+    hybrid = make_plan(None, plan.basis.model_desc, cluster, strategy="HYBRID_SHARD")
+    for ranks in (1, 8):
+        with pytest.raises(ValueError, match=f"shard in groups, which {ranks} ranks do not have"):
+            what_if(hybrid, ranks=ranks)
+    assert what_if(hybrid, ranks=16).dp == 16
+    assert [point.x for point in ranks_frontier(hybrid).points] == [16, 32, 64, 128]
+
+
+def test_what_is_not_asked_about_stays_as_it_is(planned: Callable[..., Plan]) -> None:
+    """The plan was the best of several batches; an answer for its own batch had eight times the samples."""
+    plan = planned(fraction=20.0, global_batch=8)
+    assert plan.basis is not None
+    assert len(plan.basis.trainings) > 1
+    same = what_if(plan, local_batch=plan.local_batch)
+    assert (same.local_batch, same.training) == (plan.local_batch, plan.training)
+    assert what_if(plan, microbatches=3).local_batch == plan.local_batch
+    for frontier in (limit_frontier(plan, points=3), batch_frontier(plan)):
+        assert frontier.own.samples_per_second == pytest.approx(plan.samples_per_second)
+    for wrong in ({"ranks": 0}, {"bandwidth": float("nan")}, {"local_batch": -1}):
+        with pytest.raises(ValueError, match="must be positive"):
+            what_if(plan, **wrong)  # type: ignore[arg-type]
+
+
+def test_what_was_scaled_once_is_said_of_what_is_made_of_it(planned: Callable[..., Plan]) -> None:
+    slower = what_if(planned(fraction=20.0), bandwidth=1e8)
+    note = [each for each in slower.notes if each.startswith("not measured")]
+    assert note
+    assert note[0] in what_if(slower, memory_limit=slower.memory_limit // 2).notes
 
 
 def test_a_rank_alone_has_the_memory_of_its_machine(planned: Callable[..., Plan]) -> None:

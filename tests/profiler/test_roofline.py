@@ -103,3 +103,13 @@ def test_a_fixed_batch_cannot_be_changed() -> None:
     assert estimate(fixed, DEVICE).local_batch == 2
     with pytest.raises(ValueError, match="traced batch of 2, not 3"):
         estimate(fixed, DEVICE, Training(local_batch=3))
+
+
+def test_bytes_that_were_traced_narrow_are_not_narrowed_again() -> None:
+    """Plans for devices that are not at hand had passes that took half of their time."""
+    wide, training = model(), Training(param_dtype="bfloat16")
+    narrow = dataclasses.replace(wide, computed_in="bfloat16")
+    backward = [
+        estimate(desc, DEVICE, training).by_signature["one"].backward.seconds for desc in (wide, narrow)
+    ]
+    assert backward[0] - LAUNCH_SECONDS == pytest.approx((backward[1] - LAUNCH_SECONDS) / 2)

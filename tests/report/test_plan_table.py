@@ -49,7 +49,7 @@ def test_the_facts_of_the_plan_are_in_the_header() -> None:
     assert "16.00 MiB of parameters; 7 operators in 3 units; AdamW" in text
     assert "4, each limited to 200.00 MiB" in text
     assert "24 samples a step: 2 per device x 3 microbatches x 4 devices" in text
-    assert "500 ms a step, 48.0 samples/s: compute 300 ms, communication 150 ms, optimizer 50 ms" in text
+    assert "500 ms a step, 48 samples/s: compute 300 ms, communication 150 ms, optimizer 50 ms" in text
     assert (
         "150.00 MiB, 75% of the limit, in backward of h.0\nstates     90.00 MiB of it live all the time"
         in text

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from osdp.cluster.hardware import Cluster, Gpu, NetworkLink
 from osdp.cluster.plan import ParallelLayout, StageSlot
+from osdp.hardware.device_info import ring_steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +46,7 @@ class Ring:
 
     @property
     def _latency(self) -> float:
-        # A ring, or a tree (up and down) where that takes fewer steps.
-        steps = min(self.size - 1, 2 * math.ceil(math.log2(self.size)))
-        return steps * self.link.latency
+        return ring_steps(self.size) * self.link.latency
 
 
 @dataclass(frozen=True, slots=True)

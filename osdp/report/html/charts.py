@@ -54,7 +54,7 @@ def memory_chart(timeline: MemoryTimeline, measured: MemoryReport | None = None)
     if over > 0:
         traces.append(_above(timeline))
     if measured is not None and measured.peak_bytes is not None:
-        traces.append(_line(ends, measured.peak_bytes, "measured peak", "#000000", "dot"))
+        traces.append(_line(ends, measured.peak_bytes, "measured peak", "#7d8590", "dot"))
     at = moments.index(peak)
     phases = [moment.phase for moment in moments]
     starts = [(phase, phases.index(phase)) for phase in dict.fromkeys(phases)]
@@ -143,8 +143,10 @@ _OVER = {
 }
 
 
-def _told(point: FrontierPoint) -> str:
-    return f"{point.samples_per_second:.4g} samples/s, peak {format_bytes(point.peak_bytes)}"
+def _told(frontier: Frontier, point: FrontierPoint) -> str:
+    words, unit = _OVER[frontier.over]
+    rate = f"{point.samples_per_second:.4g} samples/s"
+    return f"{words} {point.x / unit:.4g}: {rate}, peak {format_bytes(point.peak_bytes)}"
 
 
 def _shape(frontier: Frontier) -> dict[str, str]:
@@ -164,8 +166,8 @@ def frontier_chart(frontier: Frontier) -> Chart:
             "type": "scatter", "mode": "lines+markers", "name": "best plan",
             "x": [point.x / unit for point in fitting], "y": [point.samples_per_second for point in fitting],
             "line": {"color": "#0072B2", **_shape(frontier)},
-            "text": [_told(point) for point in fitting],
-            "hovertemplate": "%{x}: %{text}<extra></extra>",
+            "text": [_told(frontier, point) for point in fitting],
+            "hovertemplate": "%{text}<extra></extra>",
         },
         {
             "type": "scatter", "mode": "markers", "name": "this plan",

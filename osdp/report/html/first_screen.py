@@ -5,6 +5,7 @@ from html import escape
 
 from osdp.plan.choices import KEPT, OF_BLOCK
 from osdp.plan.explanation import Alternative, Frontier, PlanExplanation, PlanReport, UnitExplanation
+from osdp.plan.plan import NOT_MEASURED
 from osdp.plan.sharding import Mode
 from osdp.report.html.document import cards
 from osdp.report.plan_table import compress
@@ -59,6 +60,8 @@ def first_screen(report: PlanReport) -> str:
     if tokens:
         rate += f", {plan.samples_per_second * tokens:,.0f} tokens/s"
     sure = "measured on this kind of device" if plan.measured_profile else "estimated, not measured"
+    if plan.measured_profile and any(note.startswith(NOT_MEASURED) for note in plan.notes):
+        sure = "scaled from measurements under other settings"
     if predicted.spread:
         sure += f", and good to ± {predicted.spread:.1%} by their spread"
     proven = "proven fastest" if plan.optimal else "best found" if over <= 0 else "lowest peak found"
@@ -204,9 +207,10 @@ def _at_most_memory(report: PlanReport) -> tuple[float, float] | None:
     """The largest limit that was tried, as a multiple of the plan's, and what it gains in throughput."""
     found = [each for each in report.frontiers if each.over == "memory_limit"]
     points = [p for each in found for p in each.points if p.x > each.here and p.samples_per_second]
-    if not points or points[-1].samples_per_second is None:
+    own = found[0].own.samples_per_second if found else None
+    if not points or points[-1].samples_per_second is None or own is None:
         return None
-    return points[-1].x / found[0].here, points[-1].samples_per_second / report.plan.samples_per_second - 1
+    return points[-1].x / found[0].here, points[-1].samples_per_second / own - 1
 
 
 def _reason(report: PlanReport, mode: str) -> str:
@@ -268,7 +272,7 @@ def _why(report: PlanReport) -> str:
     # Nothing is faster or slower than a plan that cannot run.
     if frontier is None or report.plan.predicted.peak_bytes > report.plan.memory_limit:
         return ""
-    here = report.plan.samples_per_second
+    here = frontier.own.samples_per_second or report.plan.samples_per_second
     lines = []
     more = _at_most_memory(report)
     if more is not None:
@@ -289,7 +293,7 @@ def _why(report: PlanReport) -> str:
 
 def _less_recomputed(frontier: Frontier) -> str:
     """That fewer blocks are recomputed under the largest limit, if they are, as the end of a sentence."""
-    here = next(point.recomputed for point in frontier.points if point.x == frontier.here)
+    here = frontier.own.recomputed
     there = frontier.points[-1].recomputed
     if here is None or there is None or there >= here:
         return ""
@@ -303,7 +307,7 @@ def _other_batch(report: PlanReport) -> list[str]:
     if not points:
         return []
     rate, batch = max(points)
-    gain = rate / report.plan.samples_per_second - 1
+    gain = rate / (found[0].own.samples_per_second or report.plan.samples_per_second) - 1
     if gain <= _NOTICEABLE or batch == found[0].here:
         others = sorted(x for _, x in points if x != found[0].here)
         tried = ", ".join(f"{each:.0f}" for each in others)
