@@ -20,6 +20,7 @@ from osdp.inputs import (
     resolve_mesh,
     resolve_stage_device,
     resolve_training,
+    same_description,
     samples_of_rank,
     with_microbatches,
 )
@@ -124,9 +125,10 @@ def _data_parallel_plan(
 ) -> Plan:
     """The plan of a model that each rank computes as a whole."""
     allowed, mesh = allowed_modes(chosen), mesh or mesh_to_measure(model, chosen["profile"])
-    description, sample = resolve_description(model, model_desc, loss_fn, chosen["auto_wrap_policy"])
-    training = resolve_training(training, description, chosen)
     group = mesh.get_group() if mesh is not None else None
+    description, sample = resolve_description(model, model_desc, loss_fn, chosen["auto_wrap_policy"])
+    description = same_description(description, group)
+    training = resolve_training(training, description, chosen)
     cache = MeasurementCache(chosen["cache_dir"], group, measures=chosen["start"] == MEASURED)
     device = resolve_device(device_info, mesh, chosen["group_sizes"], cache)
     _check_ranks(chosen, device)
@@ -176,6 +178,7 @@ def _plan_of_mix(
     shapes = []
     for batch, share, profile in zip(mix.batches, mix.shares, profiles, strict=True):
         description, sample = resolve_description(model, batch, loss_fn, chosen["auto_wrap_policy"])
+        description = same_description(description, group)
         training = resolve_training(training, description, chosen)
         own: PlanOptions = {**chosen, "profile": profile}
         measure = make_profiler(model, description, sample, device, own, mesh, loss_fn, cache)

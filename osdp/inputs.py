@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from osdp.comm.groups import device_of
-from osdp.comm.objects import is_first, on_first_rank
+from osdp.comm.objects import broadcast_object, is_first, on_first_rank
 from osdp.cost.tensor_parallel import part_profile, with_exchanges
 from osdp.hardware.device_info import DeviceInfo
 from osdp.hardware.profile import Profile
@@ -280,6 +280,16 @@ def resolve_description(
             description.name,
         )
     return description, batch
+
+
+def same_description(description: ModelDesc, group: dist.ProcessGroup | None) -> ModelDesc:
+    """The description of the first rank of ``group``, where ranks may differ in theirs.
+
+    Modules that are described as one run on the values of the batch, which each rank may have its own of.
+    """
+    if group is None or not description.opaque:
+        return description
+    return broadcast_object(description, group)
 
 
 def _atoms(model: nn.Module, policy: Callable[..., Any] | None) -> Sequence[str]:

@@ -9,6 +9,7 @@ All ranks do the same at the same step. A plan that turns out slower than the on
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from statistics import fmean, median, mode
 from typing import Protocol
 
@@ -17,10 +18,11 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from osdp.comm.groups import device_of
-from osdp.comm.objects import gather_objects, is_first, on_first_rank
+from osdp.comm.objects import is_first, on_first_rank
 from osdp.errors import InfeasibleError
 from osdp.explain.rebuild import basis_of
 from osdp.hardware.profile import Profile
+from osdp.model.training import Training
 from osdp.plan.plan import Plan
 from osdp.plan.sharding import Mode
 from osdp.profiler.links.timing import relative_spread
@@ -144,8 +146,11 @@ class Refiner:
         self._basis, self._known = self._thought, frozenset[LinkKey]()
         self._recorder: StepRecorder | None = None
         self._steps = self._steps_at_start = self._switches = self._round = 0
-        #: Plans that fit, and the seconds of their steps.
+        #: Plans that fit, and the seconds of their steps, of one batch.
         self._measured: list[tuple[Plan, float]] = []
+        self._batch = (0, 0)
+        #: Samples of the largest microbatch that was planned for or seen.
+        self._most = model.plan.local_batch
         self._seconds_before = 0.0
         self._counter: RemovableHandle | None = None
         self._forwards = self._held_up = 0
@@ -240,10 +245,19 @@ class Refiner:
 
     def _decide(self, recorded: list[RecordedStep]) -> None:
         plan, group = self._model.plan, self._model._applied.mesh.get_group()
-        everyone = gather_objects(recorded, group)
+        # What the optimizer does decides how much memory plans have to leave.
+        plan = replace(plan, training=as_stepped(plan.training, self._optimizers))
+        control = Control.over(self._model._applied.mesh)
+        everyone = [recorded] if control is None else control.gather(recorded, "the refinement of the plan")
         measured = combined(everyone, plan, self._basis.profile_at(plan.local_batch))
         seconds = max(median(step.seconds for step in steps) for steps in everyone)
-        self._measured.append((plan, seconds))
+        self._most = max(self._most, measured.local_batch)
+        batch = measured.local_batch, measured.microbatches
+        if batch != self._batch:
+            # Longer steps do not make a plan the slower one.
+            self._measured.clear()
+            self._batch, self._seconds_before = batch, seconds
+        self._measured.append((self._model.plan, seconds))
         self._seconds_before = self._seconds_before or seconds
         self._round += 1
         before, fastest = min(self._measured, key=lambda each: each[1])
@@ -252,19 +266,24 @@ class Refiner:
                 self._end(fastest, "the plan before turned out to be the faster one")
             return
 
-        def search() -> NextPlan | ValueError:
+        def search() -> NextPlan | str:
             try:
                 return next_plan(
-                    plan, self._basis, measured, steps_left=self._steps_left, known_links=self._known
+                    plan,
+                    self._basis,
+                    measured,
+                    steps_left=self._steps_left,
+                    known_links=self._known,
+                    most=self._most,
                 )
-            except ValueError as error:
-                return error
+            except InfeasibleError as error:
+                return f"under what was measured no plan fits: {error}"
+            except Exception as error:  # whatever it is, the training goes on
+                return f"plans cannot be searched: {type(error).__name__}: {error}"
 
         found = on_first_rank(search, group)
-        if isinstance(found, ValueError):
-            no_plan = isinstance(found, InfeasibleError)
-            why = "under what was measured no plan fits" if no_plan else "plans cannot be searched"
-            self._end(seconds, f"{why}: {found}")
+        if isinstance(found, str):
+            self._end(seconds, found)
             return
         self._basis, self._known = found.basis, found.known_links
         tried = any(found.plan.sharding.units == other.sharding.units for other, _ in self._measured)
@@ -285,7 +304,10 @@ class Refiner:
         others = [each for each in stepped if all(each is not mine for mine in self._optimizers)]
         try:
             self._model.switch(plan, [*self._optimizers, *others])
-        except ValueError as error:  # on all ranks, and the model goes on as before
+        except (ValueError, RuntimeError) as error:  # on all ranks
+            if "_applied" not in vars(self._model):
+                raise
+            # Nothing was changed, or the plan before was applied again.
             self._plan = self._model.plan
             self._end(seconds, f"the model could not switch: {error}")
             return False
@@ -311,6 +333,22 @@ class Refiner:
             logger.info("%s", self.result)
 
 
+def as_stepped(training: Training, optimizers: Sequence[Optimizer]) -> Training:
+    """``training`` with the only optimizer that steps, as it is; of several, or unknown ones, as planned."""
+    if len(optimizers) != 1 or training.matrix_optimizer is not None:
+        return training
+    try:
+        return Training.from_optimizer(
+            optimizers[0],
+            param_dtype=training.param_dtype,
+            reduce_dtype=training.reduce_dtype,
+            local_batch=training.local_batch,
+            microbatches=training.microbatches,
+        )
+    except (TypeError, ValueError):
+        return training
+
+
 def combined(everyone: Sequence[Sequence[RecordedStep]], plan: Plan, profile: Profile) -> StepMeasurement:
     """One measurement of what all ranks recorded: medians over steps, of the rank that computes longest.
 
@@ -329,7 +367,7 @@ def combined(everyone: Sequence[Sequence[RecordedStep]], plan: Plan, profile: Pr
         if all(name in step.backward for step in slowest)
     )
     return StepMeasurement(
-        local_batch=max(step.samples for step in slowest) or profile.local_batch,
+        local_batch=max(step.samples for steps in everyone for step in steps) or profile.local_batch,
         # Of most steps: one whose backward failed, and that was repeated, has a forward more.
         microbatches=mode(step.microbatches for step in slowest),
         stretches=stretches,

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -114,8 +115,8 @@ class Stepped:
 
     def generate(
         self,
-        prompt: torch.Tensor,
-        max_new_tokens: int,
+        prompt: torch.Tensor | None = None,
+        max_new_tokens: int | None = None,
         *,
         attention_mask: torch.Tensor | None = None,
         num_microbatches: int | None = None,
@@ -126,7 +127,8 @@ class Stepped:
         """Generate tokens after prompts under any plan; greedy by default, like transformers' ``generate``.
 
         Prompts go through the stages in groups, so that all stages are busy. Modules stay in their current
-        mode: call ``model.eval()`` first.
+        mode: call ``model.eval()`` first. Called as transformers' own (with ``input_ids=`` or a
+        ``generation_config=``), it is the model's, if that is not cut into stages.
 
         Args:
             prompt: Tokens of shape ``(samples, length)`` of this data-parallel rank; all ranks of a pipeline
@@ -148,6 +150,27 @@ class Stepped:
         Raises:
             ValueError: The model has no cache, padding is on the right, or the model has too few positions.
         """
+        if prompt is None or max_new_tokens is None or "generation_config" in sampling:
+            if num_microbatches is not None:
+                raise TypeError("num_microbatches= is for generate(prompt, max_new_tokens)")
+            named = {
+                "max_new_tokens": max_new_tokens,
+                "attention_mask": attention_mask,
+                "eos_token_id": eos_token_id,
+                "pad_token_id": pad_token_id,
+            }
+            given = sampling | {name: value for name, value in named.items() if value is not None}
+            return self._generate_by_model(*(() if prompt is None else (prompt,)), **given)
         request = self._slicer.request(prompt, max_new_tokens, attention_mask)
         choice = self._slicer.choice(eos_token_id, pad_token_id, sampling)
         return self._steps.generate(choice=choice, num_groups=num_microbatches, **request)
+
+    def _generate_by_model(self, *prompt: torch.Tensor, **options: Any) -> torch.Tensor:
+        own = getattr(self.module, "generate", None)
+        if own is None or not self.plan.is_whole:
+            raise TypeError("generate() of this model takes the tokens of prompts, and max_new_tokens")
+        # What is sharded is gathered as long as any rank generates.
+        is_synced = self.plan.dp > 1 and "synced_gpus" in signature(own).parameters
+        together = {"synced_gpus": True} if is_synced else {}
+        found: torch.Tensor = own(*prompt, **(together | options))
+        return found

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn, Self, Unpack, cast
@@ -50,6 +51,18 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from osdp.hardware.device_info import DeviceInfo
+
+
+def _tell_hidden(model: nn.Module) -> None:
+    """Warn of methods of ``model`` that are called by other names once it is wrapped."""
+    # Not of generate(), which calls the model's own where it is called like that.
+    hidden = [name for name in ("train_step", "eval_step", "predict") if hasattr(type(model), name)]
+    if hidden:
+        warnings.warn(
+            f"{', '.join(hidden)} of {type(model).__name__} are also names of methods of OSDP, which hides "
+            f"them: call model.module.{hidden[0]}(...)",
+            stacklevel=3,
+        )
 
 
 class OSDPOptions(PlanOptions, FSDPArguments, total=False):
@@ -154,6 +167,7 @@ class OSDP(Stepped, Wrapped, PlannedModule, nn.Module):
             here = (groups if plan is None else {}) | here
         chosen = complete(cast(PlanOptions, here), OSDP)
         check_plain(model)
+        _tell_hidden(model)
         check_embeddings(model)
         asked = Asked(
             model_desc,
@@ -235,7 +249,16 @@ class OSDP(Stepped, Wrapped, PlannedModule, nn.Module):
         ``plan.reduce_each_microbatch`` says which way the plan was priced: if it is false, run all
         microbatches but the last in here; if it is true, keeping gradients takes more memory than planned.
         """
-        return self._applied.no_sync()
+        return self._without_sync() if self.plan.is_whole else self._applied.no_sync()
+
+    @contextmanager
+    def _without_sync(self) -> Iterator[None]:
+        before = self._applied.sharded.syncs
+        self._applied.sharded.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            self._applied.sharded.set_syncs(before)  # of the plan that it runs under by then
 
     @property
     def _osdp_applied(self) -> ShardedModel:
@@ -291,9 +314,11 @@ class OSDP(Stepped, Wrapped, PlannedModule, nn.Module):
     def switch(self, plan: Plan, optimizer: Optimizer | Sequence[Optimizer] = ()) -> None:
         """Go on under another plan, with the same weights and optimizer states; every rank calls it.
 
-        Between two steps, and without going to disk: at most one tensor is whole at a time. Gradients, which
-        the optimizers have taken, are dropped. The model has other parameters afterwards, and so do the
-        optimizers; what else refers to the earlier ones (an average of weights) is named in a warning.
+        Between two steps, and without going to disk: at most one tensor is whole at a time. Gradients that
+        the optimizers have taken are dropped; those that one gathers before its first step stay. The model
+        has other parameters afterwards, and so do the optimizers. What else refers to the earlier ones is
+        named in a warning: a list for clipping goes on with gradients of the later ones, and an average of
+        weights raises.
 
         Args:
             plan: Any plan of this model for as many ranks, such as one for another memory limit.
@@ -301,7 +326,8 @@ class OSDP(Stepped, Wrapped, PlannedModule, nn.Module):
 
         Raises:
             TypeError: There is no such plan or optimizer.
-            ValueError: The plan has stages or offloads, or an optimizer is left out that has stepped.
+            ValueError: The plan has stages or offloads, an optimizer is left out that has stepped, or modules
+                came into the model after it was wrapped.
             PlanMismatchError: The plan was made for another model or number of ranks; lists all differences.
             RuntimeError: The model is cut into stages, or gradients wait for a step.
         """
@@ -364,7 +390,15 @@ class OSDP(Stepped, Wrapped, PlannedModule, nn.Module):
         return None if self._refiner is None else self._refiner.result
 
     @contextmanager
-    def summon_full_params(self, *, writeback: bool = True) -> Iterator[None]:
+    def summon_full_params(
+        self,
+        *,
+        writeback: bool = True,
+        recurse: bool = True,
+        rank0_only: bool = False,
+        offload_to_cpu: bool = False,
+        with_grads: bool = False,
+    ) -> Iterator[None]:
         """Inside, modules hold whole plain parameters, to look at or to change; all ranks call it.
 
         ``OSDP.summon_full_params(model)`` as well as ``model.summon_full_params()``. Forwards are not for
@@ -372,10 +406,21 @@ class OSDP(Stepped, Wrapped, PlannedModule, nn.Module):
 
         Args:
             writeback: Whether changes are kept; they must be the same on all ranks.
+            recurse: As in FSDP; only ``True``.
+            rank0_only: As in FSDP; only ``False``.
+            offload_to_cpu: As ``rank0_only``.
+            with_grads: As in FSDP; only ``False``.
 
         Raises:
             RuntimeError: The model is cut into stages.
+            ValueError: An argument of FSDP has another value.
         """
+        if rank0_only or offload_to_cpu or with_grads or not recurse:
+            raise ValueError(
+                "summon_full_params() gives whole parameters, without gradients, to all ranks, where they "
+                "are: for the CPU of rank 0 there is osdp.runtime.checkpoint.whole_state_dict(model), and "
+                "full_tensor() for a single gradient"
+            )
         applied = self._applied.sharded
         applied.settle()
         whole = {}
@@ -394,6 +439,10 @@ class OSDP(Stepped, Wrapped, PlannedModule, nn.Module):
                 if writeback:
                     with torch.no_grad():
                         parameter.stored.copy_(laid_out_like(parameter.stored, changed))
+
+    # Where FSDP says how state_dict() is to be; torch's own functions find nothing of theirs in the model.
+    state_dict_type = set_state_dict_type = staticmethod(fsdp_arguments.refuse_state_dict_types)
+    optim_state_dict = optim_state_dict_to_load = staticmethod(fsdp_arguments.refuse_state_dict_types)
 
     def memory_report(self) -> MemoryReport:
         """Seconds of a step and memory of this rank, as measured and as planned.

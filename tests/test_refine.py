@@ -377,8 +377,6 @@ def refuses() -> list[str]:
     refused(lambda: model.refine(foreign), ValueError)
     refused(lambda: model.refine(optimizer, steps=0), ValueError)
     refused(lambda: model.refine(optimizer, steps=1 + dist.get_rank()), ValueError)
-    with model.no_sync():
-        refused(lambda: model.refine(optimizer), RuntimeError)
     loss_of(model(batch_of(0, PLANNED))).backward()
     refused(lambda: model.refine(optimizer), RuntimeError)
     optimizer.step()
@@ -399,7 +397,7 @@ def test_what_cannot_be_refined_is_refused_on_all_ranks() -> None:
             lines,
             (
                 "not NoneType", "no parameter of this model", "at least 1, not 0", "same number of steps",
-                "between two steps, but it is inside of no_sync()", "between two steps, but there are",
+                "between two steps, but there are",
                 "no parameter of this model", "rank 0: TypeError", "does not contain what it was",
             ),
             strict=True,

@@ -52,11 +52,8 @@ def doctor(
 ) -> None:
     """Print what is installed and usable here, and how to mend what is not; exits with 1 if something is."""
     checks = [*_checks(), *(_links() if links else ())]
-    if links:
-        from osdp.comm.objects import is_first
-
-        if not is_first():
-            return
+    if os.environ.get("RANK", "0") != "0":
+        return  # under torchrun the first rank speaks for all
     if as_json:
         typer.echo(codec.to_json(checks), nl=False)
     else:

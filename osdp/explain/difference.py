@@ -100,8 +100,8 @@ def _samples(plan: Plan) -> int:
 
 def _options(training: Training) -> str:
     """Options of the optimizer that decide what a step takes."""
-    found = {"momentum": training.momentum, "amsgrad": training.amsgrad}
-    return ", ".join(name for name, used in found.items() if used) or "default"
+    names = ("momentum", "nesterov", "amsgrad", "centered", "weight_decay", "foreach", "fused")
+    return ", ".join(name for name in names if getattr(training, name)) or "default"
 
 
 def _reduced(each: bool) -> str:

@@ -95,11 +95,11 @@ def _points(
     change: Callable[[float], dict[str, Any]],
     seconds: float | None,
 ) -> tuple[FrontierPoint, ...]:
-    start = time.monotonic()
     # Of one batch, as they stand beside the plan; and all of them searched alike, its own point as well: a
     # plan may be simpler than the fastest, by as much as its measurements cannot tell apart.
     basis = replace(basis_of(plan), trainings=(plan.training,))
     found = [_point(own, basis)]
+    start = time.monotonic()
     for x in settings:
         if seconds is not None and time.monotonic() - start > seconds:
             break

@@ -357,12 +357,12 @@ def _links_over(device: DeviceInfo, nodes: int, per_node: int) -> Iterator[Link]
             yield _over_ranks(link, ranks, in_steps)
         elif kind != "world" and size < ranks and ranks % size == 0 and not one_node:
             # Groups are as large as they were, and there are more or fewer of them.
-            inside = _inside(device, link.collective, size)
             if kind == "inside":
                 yield link
             elif kind == "across":
                 yield _over_ranks(link, ranks // size, in_steps)
-            elif inside is not None:
+            else:
+                inside = device.link(link.collective, f"inside {size}")
                 yield _two_steps(link, inside, ranks, in_steps)
 
 

@@ -134,10 +134,12 @@ def changed_basis(
 
 def profile_for_batch(profile: Profile, basis: Basis, training: Training, local_batch: int) -> Profile:
     """A profile at another batch; one that says no more than the roofline does, from the roofline."""
-    if not profile.measured and profile.local_batch != local_batch:
+    device = basis.device
+    can_estimate = not profile.measured and device.flops > 0 and device.memory_bandwidth > 0
+    if can_estimate and profile.local_batch != local_batch:
         at = replace(training, local_batch=profile.local_batch)
-        if profile == estimate(basis.model_desc, basis.device, at):
-            return estimate(basis.model_desc, basis.device, replace(training, local_batch=local_batch))
+        if profile == estimate(basis.model_desc, device, at):
+            return estimate(basis.model_desc, device, replace(training, local_batch=local_batch))
     return profile_at_batch(profile, basis.model_desc, local_batch)
 
 

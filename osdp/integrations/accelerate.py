@@ -4,6 +4,7 @@ Accelerate itself would wrap such a model in DDP; here preparing it only registe
 does with registered models and their optimizers (clipping, saving and loading state) is done by the model.
 """
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -42,6 +43,8 @@ class OSDPAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no t
 
     _models: list[nn.Module]
     _optimizers: list[Any]
+    #: Of a save that is under way.
+    _meeting: "_Meeting | None" = None
 
     @property
     def _wrapped(self) -> list[OSDP]:
@@ -52,9 +55,16 @@ class OSDPAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no t
         """Prepare what is given; see :meth:`prepare_model`.
 
         Raises:
-            ValueError: There is a model under a plan, and Accelerate is told to shard models in its own way.
+            ValueError: There is a model under a plan, and Accelerate is told to shard models in its own way;
+                or it was compiled as a whole.
         """
-        if self.distributed_type in _SHARDING and any(isinstance(each, OSDP) for each in args):
+        planned = [each for each in args if isinstance(getattr(each, "_orig_mod", each), OSDP)]
+        if any(not isinstance(each, OSDP) for each in planned):
+            raise ValueError(
+                "a compiled model under a plan cannot be prepared: prepare it as OSDP returned it, and "
+                "compile its blocks before wrapping, block.compile()"
+            )
+        if self.distributed_type in _SHARDING and planned:
             raise ValueError(
                 f"the model is sharded by OSDP, and this Accelerator is to shard it by "
                 f"{self.distributed_type.value}: leave that out of its plugins, or of the configuration of "
@@ -123,21 +133,43 @@ class OSDPAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no t
                 raise ValueError(
                     f"{type(each).__name__}, which is registered for checkpointing, {ONE_PART_ALONE}"
                 )
-        fault: Exception | None = None
         found: Any = None
         iteration = self.project_configuration.iteration
-        with self._apart():
-            try:
-                found = super().save_state(output_dir, *args, **kwargs)
-            except Exception as error:  # of whatever is registered; the other ranks wait in any case
-                fault = error
+        meeting = self._meeting = _Meeting()
         try:
-            raise_together(fault)
-        except Exception:
+            with self._apart():
+                found = super().save_state(output_dir, *args, **kwargs)
+            meeting.meet()
+        except Exception as error:  # of whatever is registered; the other ranks wait in any case
             # Where nothing failed it was counted, and names the next folder.
             self.project_configuration.iteration = iteration
+            if not meeting.was_told:
+                meeting.meet(error)
             raise
+        finally:
+            self._meeting = None
         return found
+
+    def wait_for_everyone(self) -> None:
+        """Wait for all ranks; while a state is saved, also for what went wrong on one of them."""
+        if self._meeting is None:
+            super().wait_for_everyone()
+        else:
+            self._meeting.meet()
+
+    @contextmanager
+    def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Iterator[None]:
+        """As in Accelerate; with models under a plan it has no effect, as with those of FSDP, and says so."""
+        if any(isinstance(each, OSDP) for each in joinables):
+            warnings.warn(
+                "join_uneven_inputs has no effect on a model under a plan, whose ranks step together: give "
+                "all ranks as many batches",
+                stacklevel=3,
+            )
+            yield
+            return
+        with super().join_uneven_inputs(joinables, even_batches):
+            yield
 
     def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
         """Load what :meth:`save_state` wrote, on any number of ranks."""
@@ -155,7 +187,7 @@ class OSDPAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no t
         mine = [optimizer for _, optimizers in pairs for optimizer in optimizers]
         # The folder is known when Accelerate calls the hooks.
         handles = [
-            self.register_save_state_pre_hook(lambda _models, _weights, folder: _each(save, folder, pairs)),
+            self.register_save_state_pre_hook(lambda _models, _weights, folder: self._save(folder, pairs)),
             self.register_load_state_pre_hook(lambda _models, folder: _each(load, folder, pairs)),
         ]
         self._models = [model for model in models if not isinstance(model, OSDP)]
@@ -166,6 +198,10 @@ class OSDPAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no t
             self._models, self._optimizers = models, optimizers
             for handle in handles:
                 handle.remove()
+
+    def _save(self, folder: str, pairs: Iterable[tuple[OSDP, list[torch.optim.Optimizer]]]) -> None:
+        self.wait_for_everyone()
+        _each(save, folder, pairs)
 
     def _pairs(self) -> list[tuple[OSDP, list[torch.optim.Optimizer]]]:
         """Models under a plan, each with the optimizers of its parameters; frozen ones have none."""
@@ -189,6 +225,29 @@ class OSDPAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no t
                 )
             found.append((model, mine))
         return found
+
+
+class _Meeting:
+    """Where ranks that save a state wait for one another: one that failed tells the others at the next one.
+
+    Attributes:
+        was_told: Whether this rank was told, so that the others know as well.
+    """
+
+    def __init__(self) -> None:
+        self.was_told = False
+
+    def meet(self, fault: Exception | None = None) -> None:
+        """Wait for all ranks, each with the ``fault`` that it has found, if any.
+
+        Raises:
+            RuntimeError: There is one; raised on all ranks.
+        """
+        try:
+            raise_together(fault)
+        except Exception:
+            self.was_told = True
+            raise
 
 
 def follow_reductions(accelerator: Accelerator, model: OSDP) -> None:

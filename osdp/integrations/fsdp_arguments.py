@@ -6,7 +6,7 @@ them has an effect here, or one line says why none is needed, or why it cannot b
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypedDict
+from typing import Any, NoReturn, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -337,3 +337,15 @@ def _mesh_of(group: dist.ProcessGroup, device: int | torch.device | None) -> Dev
     if kind is None:
         kind = accelerator.type if accelerator is not None and "nccl" in dist.get_backend(group) else "cpu"
     return DeviceMesh.from_group(group, kind)
+
+
+def refuse_state_dict_types(*_args: Any, **_options: Any) -> NoReturn:
+    """Stands for FSDP's functions that say how state dicts are made, and for those of its optimizers.
+
+    Raises:
+        ValueError: Always; says what to call instead.
+    """
+    raise ValueError(
+        "state_dict() has DTensors, of which each rank has its part: osdp.runtime.checkpoint.save(folder, "
+        "model, optimizer) saves both by shards, and whole_state_dict(model) is the plain model's, on rank 0"
+    )

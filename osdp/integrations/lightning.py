@@ -20,9 +20,9 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.device_mesh import DeviceMesh
 
-from osdp.comm.objects import broadcast_object
+from osdp.comm.objects import broadcast_object, is_first
 from osdp.integrations.data_parallel import require_data_parallel
-from osdp.runtime.checkpoint import load, save
+from osdp.runtime.checkpoint import load, load_whole_state_dict, save
 from osdp.runtime.checkpoint.contents import CheckpointContents
 from osdp.runtime.checkpoint.kept import ONE_PART_ALONE, KeptState, has_dtensor
 from osdp.runtime.ranks.shared_faults import raise_together
@@ -217,6 +217,9 @@ class OSDPFabricStrategy(FabricStrategy):
             ValueError: ``state`` has not one model; or ``strict``, and the checkpoint lacks an entry of it.
                 Nothing was changed.
         """
+        if isinstance(state, nn.Module) and broadcast_object(Path(path).is_file()):
+            _load_raw(path, state, strict, weights_only is not False)
+            return {}
         model, optimizers, rest = _parts(state if isinstance(state, dict) else {"model": state})
         folder, found = _read_rest(path, weights_only)
         missing = sorted(rest.keys() - found.keys())
@@ -230,6 +233,17 @@ class OSDPFabricStrategy(FabricStrategy):
             else:
                 state[key] = value
         return found
+
+
+def _load_raw(path: str | Path, model: nn.Module, strict: bool, weights_only: bool) -> None:
+    """``Fabric.load_raw``: load a plain state dict, which rank 0 reads for all."""
+    plain, fault = None, None
+    try:
+        plain = torch.load(path, map_location="cpu", weights_only=weights_only) if is_first() else None
+    except Exception as error:  # the other ranks wait for it
+        fault = error
+    raise_together(fault)
+    load_whole_state_dict(model, plain, strict=strict)
 
 
 def _parts(state: Mapping[str, Any]) -> tuple[nn.Module, list[torch.optim.Optimizer], dict[str, Any]]:

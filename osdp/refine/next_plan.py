@@ -1,15 +1,17 @@
 """A plan searched again from what its own steps took, and whether a running model should switch to it."""
 
+import math
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from osdp.explain.scaling import profile_at_batch
 from osdp.explain.what_if import search_again
 from osdp.plan.basis import Basis
 from osdp.plan.plan import Plan
 from osdp.refine.corrections import corrected, problem_of
 from osdp.refine.link_times import LinkKey
 from osdp.refine.measurement import StepMeasurement
-from osdp.text import format_seconds
+from osdp.text import format_bytes, format_seconds
 
 #: Plans that are closer than this are alike: models of steps are not better than that.
 LEAST_GAIN = 0.02
@@ -49,6 +51,7 @@ def next_plan(
     *,
     steps_left: int,
     known_links: Collection[LinkKey] = (),
+    most: int = 0,
 ) -> NextPlan:
     """The best plan under what was measured of ``plan``, and whether it is worth a switch.
 
@@ -58,6 +61,7 @@ def next_plan(
         measured: What its steps took.
         steps_left: Steps in which a faster plan is to earn the price of the switch.
         known_links: ``NextPlan.known_links`` of an earlier measurement.
+        most: Samples of the largest batch that is to fit, if that is more than was measured.
 
     Raises:
         InfeasibleError: No plan fits under what was measured.
@@ -70,7 +74,21 @@ def next_plan(
     now, then = outcome.seconds, best.predicted.step_seconds
     price = switch_seconds(plan, best, shown.basis)
     takes, reason = worth_it(now, then, fits=fits, spread=measured.spread, steps_left=steps_left, price=price)
+    if fits and takes and most > measured.local_batch:
+        over = _peak_at(best, shown.basis, most) - shown.device.memory_limit
+        if over > 0:
+            takes = False
+            reason = (
+                f"the best plan would exceed the limit by {format_bytes(math.ceil(over))} with {most} samples"
+            )
     return NextPlan(best, shown.basis, shown.known_links, now, then, fits, price, takes, reason)
+
+
+def _peak_at(plan: Plan, basis: Basis, local_batch: int) -> float:
+    training = replace(basis.trainings[0], local_batch=local_batch)
+    profile = profile_at_batch(basis.profiles[0], basis.model_desc, local_batch)
+    larger = replace(basis, trainings=(training,), profiles=(profile,))
+    return float(problem_of(plan, larger)[1].outcome.peak)
 
 
 def worth_it(

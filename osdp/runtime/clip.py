@@ -45,6 +45,7 @@ def clip_grad_norm_(
         ValueError: ``norm_type`` is not positive.
         RuntimeError: The norm is infinite or NaN, and ``error_if_nonfinite`` is set.
     """
+    norm_type = float(norm_type)
     if norm_type <= 0:
         raise ValueError(f"norm_type must be positive, got {norm_type}; use 2 or math.inf")
     # 1. Local gradients by the number of ranks that hold each shard; 0 stands for replicated ones.

@@ -24,6 +24,7 @@ from osdp.errors import PlanMismatchError
 from osdp.plan.plan import Plan
 from osdp.runtime.computation import Computation
 from osdp.runtime.mesh import mesh_with_tensor_parallel
+from osdp.runtime.module.group_dtensor import compute_with_other_meshes
 from osdp.runtime.module.parameter_owners import ParameterSites, owned_parameters
 from osdp.runtime.module.plain_states import part_for
 from osdp.runtime.module.replaced import PlainParameters, Replaced
@@ -33,11 +34,9 @@ from osdp.runtime.sharding.apply import apply_sharding
 from osdp.runtime.sharding.backward_pass import Backwards
 from osdp.runtime.sharding.sharded_model import ShardedModel
 from osdp.torch_private.dtensor import wrap_like
+from osdp.torch_private.local_step import NUMBERS
 
 logger = logging.getLogger(__name__)
-
-#: The one state of torch's optimizers that may have the shape of its parameter and is no part of it.
-_STEP = "step"
 
 
 def check_switch(
@@ -60,11 +59,17 @@ def check_switch(
     Raises:
         TypeError: What is given is no plan, or no optimizer.
         ValueError: The plan cuts the model or offloads, an optimizer is left out, or it keeps states that are
-            not laid out as its parameters.
+            not laid out as its parameters; or modules came into the model, or went, since it was wrapped.
         PlanMismatchError: The plan was made for another model or number of ranks.
-        RuntimeError: The model is not between two steps.
+        RuntimeError: The model is not between two steps, or ranks have gradients of different parameters.
     """
-    check_together(Control.over(applied.mesh), lambda: _check(applied, plan, optimizers, stepped, in_step))
+    control = Control.over(applied.mesh)
+    check_together(control, lambda: _check(applied, plan, optimizers, stepped, in_step))
+    if control is not None and not control.agree(sorted(applied.gathering), "the ranks to switch"):
+        raise RuntimeError(
+            "ranks have gradients of different parameters that no optimizer has stepped by: call "
+            "zero_grad() before switch"
+        )
 
 
 def _check(
@@ -108,6 +113,15 @@ def _check(
             f"a plan is switched between two steps, but {waiting_for}: call switch after optimizer.step()"
         )
     applied.parameters.check_registered()
+    here = {entry.name for entry in owned_parameters(applied.model).values()}
+    known = {parameter.name for parameter in applied.parameters}
+    if here != known:
+        changed = sorted(here ^ known)
+        raise ValueError(
+            f"{len(here - known)} parameters came into the model after it was wrapped, and "
+            f"{len(known - here)} are gone, such as {changed[0]!r}: no other plan has a place "
+            "for them. Keep other models outside of it, or wrap the model with them"
+        )
     names = {id(parameter.stored): parameter.name for parameter in applied.parameters}
     left_out = [type(each).__name__ for each in stepped if all(each is not given for given in optimizers)]
     if left_out:
@@ -141,6 +155,7 @@ class TakenApart:
     """
 
     def __init__(self, applied: ShardedModel, optimizers: Sequence[Optimizer], replaced: Replaced) -> None:
+        self._gradients, self._ever_stepped = applied.gathering, applied.ever_stepped
         applied.close()
         replaced.let_go()
         self._model, self._mesh, self._plan = applied.model, applied.mesh, applied.plan
@@ -190,9 +205,10 @@ class TakenApart:
         left = [name for name, reference in self._left.items() if reference() is not None]
         if left and dist.get_rank() == 0:
             logger.warning(
-                "%d parameters of the last plan are still referred to from outside, such as %r: a list for "
-                "clipping or an average of weights has to be made again from model.parameters(); a loss that "
-                "is kept refers to weights that run in slices",
+                "%d parameters of the last plan are still referred to from outside, such as %r: their "
+                "gradients are those of the parameters in their places, their values are refused, so that "
+                "an average of weights has to be made again from model.parameters(); a loss that is kept "
+                "refers to weights that run in slices",
                 len(left),
                 left[0],
             )
@@ -216,12 +232,17 @@ class TakenApart:
             parameter.path.all_reduce_hook = before.all_reduce_hook
         applied.follow_settings()
         stored = {parameter.name: parameter.stored for parameter in applied.parameters}
+        replicated = {parameter.name for parameter in applied.parameters.replicated}
         for optimizer in self._optimizers:
             optimizer.regroup(stored)
         # In the model's order: ranks may have a list of parameters, or of optimizers, in another one each.
         for name, laid_out in stored.items():
             for optimizer in self._optimizers:
                 optimizer.lay_out(name, laid_out)
+            if name in self._gradients:
+                laid_out.grad = _laid_out(self._gradients.pop(name), laid_out)
+                compute_with_other_meshes(laid_out.grad, always=name in replicated)
+        applied.remember_stepped(self._ever_stepped)
         return applied
 
     def _fill(self, owned: Mapping[str, ParameterSites]) -> None:
@@ -242,9 +263,9 @@ class _Detached:
         for group in optimizer.param_groups:
             parameters: list[torch.Tensor] = group["params"]
             self._groups.append([names.get(id(parameter), parameter) for parameter in parameters])
-            for parameter in parameters:
-                if id(parameter) in names and parameter in optimizer.state:
-                    self._states[names[id(parameter)]] = optimizer.state.pop(parameter)
+        # Also of those that were taken out of its groups for a while.
+        for parameter in [each for each in optimizer.state if id(each) in names]:
+            self._states[names[id(parameter)]] = optimizer.state.pop(parameter)
 
     def let_go(self) -> None:
         """Leave it without parameters; called when all optimizers were looked at, which may share groups."""
@@ -263,7 +284,9 @@ class _Detached:
         state = self._states.pop(name)
 
         def laid_out(key: str, value: Any) -> Any:
-            follows = isinstance(value, torch.Tensor) and value.shape == parameter.shape and key != _STEP
+            follows = (
+                isinstance(value, torch.Tensor) and value.shape == parameter.shape and key not in NUMBERS
+            )
             return _laid_out(value, parameter) if follows else value
 
         self._optimizer.state[parameter] = {key: laid_out(key, state.pop(key)) for key in list(state)}

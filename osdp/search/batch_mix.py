@@ -145,6 +145,8 @@ def _fitting(
             proven = number == 0 and plan.optimal and alike
             return _Judged(kept, steps, seconds / plan.training.microbatches, proven)
         limit -= over
+        if limit < 1:
+            break
     worst = shapes[peaks.index(max(peaks))].words
     raise InfeasibleError(
         limit=device.memory_limit,

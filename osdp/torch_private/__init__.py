@@ -8,7 +8,7 @@ Features are probed, not versions: where one is missing, the function reports it
 - ``fsdp``: the states of wrapped modules, and their position in a step
 - ``fsdp_comms``: the collectives of FSDP2 units, and joining them without running the unit
 - ``checkpointing``: recomputation of a forward
-- ``optimizers``: which tensors torch's optimizers treat in lists
+- ``optimizers``: whether one of torch's steps, and which tensors they treat in lists
 - ``local_step``: a step of an optimizer on the local tensors of DTensors
 - ``muon``: the step of ``torch.optim.Muon`` in two
 - ``compiling``: functions that ``torch.compile`` leaves alone

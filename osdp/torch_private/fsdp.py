@@ -1,16 +1,36 @@
 """FSDP2: the states of wrapped modules, and their position in a step."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed._composable_state import _module_state_mapping
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import _cast_fp_tensor
 from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_state
 from torch.distributed.utils import _apply_to_tensors
 
 from osdp.torch_private.dispatch_modes import unseen_by_checkpoints
+
+
+@contextmanager
+def as_written(module: nn.Module) -> Iterator[None]:
+    """``module`` with the class that it had before it was sharded, whose ``_apply`` knows nothing of shards.
+
+    ``fully_shard`` gives it one that is derived from ``FSDPModule`` and that class.
+    """
+    sharded: type[Any] = type(module)
+    if not isinstance(module, FSDPModule):
+        yield
+        return
+    module.__class__ = sharded.__mro__[sharded._orig_cls_mro_index]
+    try:
+        yield
+    finally:
+        module.__class__ = sharded
 
 
 def backward_is_unfinished(root: nn.Module) -> bool:

@@ -20,7 +20,7 @@ from torch.optim import SGD, Adagrad, Adam, Optimizer
 Hook = Callable[[Optimizer, Any, Any], Any]
 
 #: States that are one number for each parameter, of any shape: torch keeps them as plain tensors.
-_NUMBERS = frozenset(("step", "eta", "mu", "mu_product"))
+NUMBERS = frozenset(("step", "eta", "mu", "mu_product"))
 
 #: Those of which torch has a fused kernel for CPUs; AdamW is an Adam.
 _FUSED_ON_CPU = (SGD, Adam, Adagrad)
@@ -61,7 +61,7 @@ class _Member(NamedTuple):
         if self.is_local:
             for key, value in self.given_states.items():
                 if value is not _local(self.states.get(key)):
-                    wraps = isinstance(value, torch.Tensor) and key not in _NUMBERS
+                    wraps = isinstance(value, torch.Tensor) and key not in NUMBERS
                     self.states[key] = wrap(value, self.parameter) if wraps else value  # type: ignore[arg-type]
         if self.states:
             all_states[self.parameter] = self.states
@@ -86,7 +86,7 @@ def _member(parameter: torch.Tensor, grad: torch.Tensor, states: dict[str, Any])
         return None
     given_states = {}
     for key, value in states.items():
-        if key in _NUMBERS or not isinstance(value, torch.Tensor):
+        if key in NUMBERS or not isinstance(value, torch.Tensor):
             given_states[key] = _local(value)
             continue
         local = _local_like(value, parameter, given)
@@ -213,7 +213,7 @@ def _fits_kernel(group: Mapping[str, Any], members: Sequence[_Member]) -> bool:
                     return False
             elif value.device != device:
                 return False  # a kernel reads numbers made under another default device as its own
-            elif key not in _NUMBERS:
+            elif key not in NUMBERS:
                 others.append(value)
             elif key == "step" and value.dtype != torch.float32:
                 return False

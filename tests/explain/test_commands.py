@@ -71,6 +71,9 @@ def test_every_command_on(model: str, tmp_path: Path, capsys: pytest.CaptureFixt
         run(*words)
         lines = capsys.readouterr().out.splitlines()
         assert max(map(len, lines)) <= 110, max(lines, key=len)
+    # What is written beside JSON is told on the other stream.
+    assert answer("whatif", str(path), *changes, "--report", str(page)) == plain(diff(plan, found))
+    assert "scaled from measurements" not in page.read_text(encoding="utf8")
     run("report", str(path), "-o", str(page))
     assert "Does it fit?" in page.read_text(encoding="utf8")
 
@@ -83,6 +86,13 @@ def test_every_command_on(model: str, tmp_path: Path, capsys: pytest.CaptureFixt
         ("plan gpt2 --devices 8xA100-81GB", r"did you mean A100-80GB\?"),
         ("plan gpt2 --devices 4x8xA100", r"the network between them is not known"),
         ("plan gpt2 --devices 8xA100 --seq 2000", r"--seq 2000 is longer than the 1024 positions of gpt2"),
+        ("plan llama3-8b --devices 8xA100 --seq 16384", r"the 8192 positions of llama3-8b: shorten it$"),
+        ("plan gpt2 --devices 8xA100,25Gbit/s", r"is one node, and the network is that between nodes"),
+        ("plan gpt2 --devices 8xA100 --dp 4", r"does not match .* 8: name 4 in --devices"),
+        ("plan gpt2 --devices 8xA100 --device d.json", r"--device d.json describes the devices of a folder"),
+        ("plan gpt2 --devices 8xA100 --param-dtype bf16", r".*bf16"),
+        ("memory tests.helpers.nets:Net --devices 8xA100 --seq 8", r"creates its own batch: --seq 8"),
+        ("whatif plan.json --out same --report same", r"cannot both be written to same"),
         ("plan gpt2 --devices 8xA100 --memory-limit 90GiB", r"more than the \d+ that A100 has"),
         ("plan gpt2 --devices 8xA100 --memory-limit 100MiB --set n_layer=1 --seq 64", r"nothing fits"),
         ("explain nothing.json", r"nothing\.json"),

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from osdp import DeviceInfo, InfeasibleError, ModelDesc, Plan, Training, make_plan
+from osdp import DeviceInfo, InfeasibleError, Link, ModelDesc, Plan, Training, make_plan
 from osdp.cluster.devices import device_info_of, parse_devices
 from osdp.explain.difference import diff
 from osdp.explain.frontier import batch_frontier, limit_frontier, ranks_frontier
@@ -81,6 +81,22 @@ def test_more_or_fewer_nodes_have_the_links_that_they_are_specified_with(before:
         other = found.link(link.collective, link.group)
         assert (other.size, other.latency) == (link.size, pytest.approx(link.latency))
         assert other.bandwidth == pytest.approx(link.bandwidth)
+
+
+def test_groups_of_one_node_have_their_routes_among_more_ranks(planned: Callable[..., Plan]) -> None:
+    """Their links were kept but for the route in two steps, without which nothing is planned."""
+    plan = planned(fraction=20.0)
+    assert plan.basis is not None
+    links = [
+        Link(name, group, size, 1e-5, bandwidth)
+        for name in ("all_gather", "reduce_scatter", "all_reduce")
+        for group, size, bandwidth in (("inside 2", 2, 4e9), ("across 2", 2, 1e9), ("two_step 2", 4, 5e8))
+    ]
+    grouped = replace(plan.basis.device, links=(*plan.basis.device.links, *links))
+    found = device_with_ranks(grouped, 8)
+    assert found.group_sizes == (2,)
+    hybrid = make_plan(None, plan.basis.model_desc, grouped, strategy="HYBRID_SHARD")
+    assert what_if(hybrid, ranks=8).dp == 8
 
 
 @pytest.mark.parametrize("ranks", [4, 8])

@@ -62,7 +62,7 @@ def look_at(page: Path, script: str, width: int = 1400, *, dark: bool = False) -
     </script>
     """
     html = page.read_text(encoding="utf8")
-    head, body, rest = html.partition("<body>")
+    head, body, rest = html.partition('<body class="osdp">')
     # Windows of Chromium are 500 pixels wide at least, frames in them are not.
     frame = page.with_name(f"frame-{page.name}")
     frame.write_text(_FRAME.format(width=width, page=f"asked-{page.name}"), encoding="utf8")

@@ -319,6 +319,11 @@ def _summoned() -> None:
         with OSDP.summon_full_params(wrapped):
             for parameter in model.parameters():
                 nn.init.ones_(parameter)
+        with pytest.raises(ValueError, match=r"whole_state_dict\(model\)"):
+            with OSDP.summon_full_params(wrapped, rank0_only=True, offload_to_cpu=True):
+                pass
+        with pytest.raises(ValueError, match=r"checkpoint\.save"):
+            OSDP.set_state_dict_type(wrapped, "FULL_STATE_DICT")
         assert torch.equal(wrapped(x), torch.full((1, 2), 26.0))
         assert [id(p) for p in wrapped.parameters()] == [id(p) for p in optimizer.param_groups[0]["params"]]
         wrapped(x).sum().backward()

@@ -73,6 +73,7 @@ def evaluated_and_exported(folder: str) -> dict[str, Any]:
     prompt = Sentences()[0]["input_ids"][None, :4]
     trainer.model.eval()
     tokens = trainer.model.generate(prompt, max_new_tokens=4, do_sample=False, synced_gpus=True)
+    assert torch.equal(model.generate(input_ids=prompt, max_new_tokens=4, do_sample=False), tokens)
     trainer.save_model(f"{folder}/exported")
     best = min(losses)
     return {
@@ -114,6 +115,16 @@ def computed_in_bfloat16(folder: str) -> None:
     seen.clear()
     assert 0 < trainer.evaluate()["eval_loss"] < 10
     assert seen == {torch.bfloat16} and not torch.is_autocast_enabled("cpu")
+    # Losses of one's own get what they get from Accelerate, and so does generate().
+    batch = {name: value[None] for name, value in Sentences()[0].items()}
+    assert trainer.osdp(**batch).logits.dtype is torch.float32
+    seen.clear()
+    model.generate(input_ids=batch["input_ids"][:, :4], max_new_tokens=2, do_sample=False)
+    assert seen == {torch.bfloat16}
+    with pytest.raises(ValueError, match=r"bf16_full_eval= .* convert the model"):
+        OSDPTrainer(model=model, args=arguments_of(folder, bf16_full_eval=True))
+    with pytest.raises(ValueError, match="steps by rows and columns of whole matrices"):
+        OSDPTrainer(model=model, args=arguments_of(folder, optim="adafactor"))
     with pytest.raises(ValueError, match=r"torch_compile= is for .* before wrapping, block\.compile\(\)"):
         OSDPTrainer(model=model, args=arguments_of(folder, torch_compile=True))
 
@@ -464,6 +475,28 @@ def clipped(_folder: str) -> None:
             patched.setattr("accelerate.accelerator.save_accelerator_state", _full_disk)
         with pytest.raises(RuntimeError, match="rank 0: OSError: No space left"):
             accelerator.save_state(f"{_folder}/full")
+    # One rank fails before our hook is called, and where Accelerate alone waits for all ranks.
+    handle = accelerator.register_save_state_pre_hook(_full_disk if dist.get_rank() else lambda *_: None)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="rank 1: OSError: No space left"):
+            accelerator.save_state(f"{_folder}/torn")
+    handle.remove()
+    project = accelerator.project_configuration
+    project.set_directories(f"{_folder}/project")
+    project.automatic_checkpoint_naming, project.total_limit = True, 1
+    accelerator.save_state()
+    with pytest.MonkeyPatch.context() as patched:
+        if dist.get_rank() == 0:
+            patched.setattr("accelerate.accelerator.shutil.rmtree", _full_disk)
+        with pytest.raises(RuntimeError, match="rank 0: OSError: No space left"):
+            accelerator.save_state()
+    accelerator.save_state()
+    assert len(os.listdir(f"{_folder}/project/checkpoints")) == 1
+    with pytest.warns(UserWarning, match="join_uneven_inputs has no effect"):
+        with accelerator.join_uneven_inputs([model]):
+            pass
+    with pytest.raises(ValueError, match="a compiled model under a plan cannot be prepared"):
+        accelerator.prepare(torch.compile(model))
 
 
 def test_accelerate_leaves_other_models_to_accelerate(tmp_path: Path) -> None:
@@ -510,6 +543,14 @@ def averages_of_shards(folder: str) -> None:
     with pytest.raises(ValueError, match="average has DTensors, of which other ranks have parts"):
         fabric.save_checkpoint(f"{folder}/fabric", {"model": model, "average": average})
     assert not Path(f"{folder}/fabric").exists()
+    # Fabric.load_raw: a file of the plain model, which is on rank 0 alone.
+    state = {name: value.clone() for name, value in whole_state_dict(model).items()}
+    raw = f"{folder}/raw{dist.get_rank()}.pt".replace("raw0", "raw")
+    if dist.get_rank() == 0:
+        torch.save({name: value + 1 for name, value in state.items()}, raw)
+    fabric.load_checkpoint(raw, model)
+    for name, value in whole_state_dict(model).items():
+        assert torch.equal(value, state[name] + 1), name
 
 
 def test_averages_of_sharded_weights_are_not_saved_in_part(tmp_path: Path) -> None:

@@ -48,9 +48,9 @@ def with_compute(factor: float) -> Callable[[Basis], Basis]:
     return lambda basis: replace(basis, profiles=(profile_with_faster_compute(basis.profiles[0], factor),))
 
 
-def with_batch(factor: int) -> Callable[[Basis], Basis]:
+def with_batch(factor: float) -> Callable[[Basis], Basis]:
     def change(basis: Basis) -> Basis:
-        batch = factor * basis.profiles[0].local_batch
+        batch = int(factor * basis.profiles[0].local_batch)
         profile = profile_at_batch(basis.profiles[0], basis.model_desc, batch)
         training = replace(basis.trainings[0], local_batch=batch)
         return replace(basis, profiles=(profile,), trainings=(training,))
@@ -153,6 +153,18 @@ def test_a_plan_beyond_the_limit_is_left_whatever_that_costs(planned: Callable[.
     assert found.takes and not found.fits
     assert found.plan.predicted.peak_bytes <= basis.device.memory_limit
     assert found.then > found.now
+
+
+def test_a_plan_for_small_batches_fits_the_large_ones_too(planned: Callable[..., Plan]) -> None:
+    """The first batches were small, and the plan that was best for them had no memory for others."""
+    plan = planned(fraction=0.55)
+    small = with_batch(0.5)(basis_of(plan))
+    measured = measured_under(plan, small)
+    assert measured.local_batch < plan.local_batch
+    for most, takes in ((measured.local_batch, True), (plan.local_batch, False)):
+        found = next_plan(plan, basis_of(plan), measured, steps_left=10**6, most=most)
+        assert found.takes is takes, found.reason
+    assert f"with {plan.local_batch} samples" in found.reason
 
 
 def test_a_switch_has_to_earn_its_price() -> None:

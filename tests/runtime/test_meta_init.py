@@ -8,6 +8,7 @@ from torch.distributed.tensor import DTensor
 
 from osdp.plan.sharding import Mode
 from osdp.runtime import apply
+from osdp.runtime.computation import Computation
 from osdp.runtime.meta_init import blocks, check_initialisers, is_on_meta
 from tests.helpers.distributed import run
 from tests.helpers.nets import Net, loss_of, tokens
@@ -126,6 +127,120 @@ def test_modules_that_cannot_initialise_themselves_are_named() -> None:
         net = nn.Sequential(nn.Linear(2, 2), Bare())
     with pytest.raises(ValueError, match=r"1 \(Bare\).*reset_parameters"):
         check_initialisers(net)
+
+
+class Scaled(nn.Sequential):
+    """A container with a parameter of its own."""
+
+    def __init__(self, *modules: nn.Module) -> None:
+        super().__init__(*modules)
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.scale, 3.0)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return super().forward(inputs) * self.scale
+
+
+class Timm(nn.Module):
+    """Its ``_init_weights`` is for some modules only, as in nanoGPT and timm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+        self.register_buffer("mask", torch.ones(3))
+        self.register_buffer("causal", torch.ones(3, dtype=torch.bool))
+        self.scaled = Scaled(nn.Identity())
+
+    def reset_parameters(self) -> None:
+        self.mask.fill_(2.0)
+        self.causal.fill_(False)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.constant_(module.weight, 0.5)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.scaled(self.linear(inputs))) + self.mask.sum()
+
+
+class Tokens(nn.Module):
+    """Holds what nothing initialises."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Timm()
+        self.cls_token = nn.Parameter(torch.ones(4))
+
+    def _init_weights(self, module: nn.Module) -> None:
+        pass
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.inner(inputs + self.cls_token)
+
+
+def empty(kind: type[nn.Module]) -> nn.Module:
+    with torch.device("meta"):
+        return kind()
+
+
+def by_the_modules_around() -> None:
+    for mode in (Mode.NO_SHARD, Mode.FULL_SHARD):
+        model = empty(Timm)
+        apply(model, plan_by_hand(model, mode, 2))
+        assert torch.equal(whole(model.linear.weight), torch.full((4, 4), 0.5)), mode
+        assert torch.equal(whole(model.norm.weight), torch.ones(4)), mode
+        assert torch.equal(whole(model.scaled.scale), torch.full((4,), 3.0)), mode
+        assert model.mask.tolist() == [2.0] * 3 and model.norm.running_var.tolist() == [1.0] * 4, mode
+        for fail, said in ((None, "neither .* initialise cls_token"), (lambda module: None, "function left")):
+            model = empty(Tokens)
+            with pytest.raises(ValueError, match=said.replace("function", "param_init_fn")):
+                plan = plan_by_hand(model, mode, 2)
+                apply(model, plan, computation=Computation(param_init_fn=fail))
+
+
+def by_functions_for_fsdp() -> None:
+    """They may give modules storage, which those that are sharded no longer took."""
+
+    def materialised(module: nn.Module) -> None:
+        module.to_empty(device="cpu", recurse=False)
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+
+    for mode in (Mode.NO_SHARD, Mode.FULL_SHARD):
+        model = empty(Timm)
+        apply(model, plan_by_hand(model, mode, 2), computation=Computation(param_init_fn=materialised))
+        assert torch.equal(whole(model.norm.weight), torch.ones(4)), mode
+        assert model.mask.tolist() == [2.0] * 3, mode
+
+
+def from_the_first_rank() -> None:
+    """As under ``sync_module_states``: the other ranks have nothing, and used to wait for ever."""
+    torch.manual_seed(0)
+    source = Net(gated=False)
+    for mode in (Mode.NO_SHARD, Mode.SHARD_OPTIMIZER, Mode.FULL_SHARD):
+        torch.manual_seed(0)
+        net = Net(gated=False) if dist.get_rank() == 0 else on_meta(gated=False)
+        apply(net, plan_by_hand(net, mode, 2))
+        for name, parameter in net.named_parameters():
+            assert torch.equal(whole(parameter), source.get_parameter(name)), (mode, name)
+    net = on_meta(gated=False) if dist.get_rank() == 0 else Net(gated=False)
+    with pytest.raises(ValueError, match="rank 0 is on meta, and those of ranks 1 have values"):
+        apply(net, plan_by_hand(net, Mode.FULL_SHARD, 2))
+
+
+def test_modules_are_initialised_by_themselves_and_by_the_model_around_them() -> None:
+    """What ``_init_weights`` of the root left alone stayed zero, norms among it, and buffers anything."""
+    run(2, by_the_modules_around)
+
+
+def test_functions_written_for_fsdp_initialise() -> None:
+    run(2, by_functions_for_fsdp)
+
+
+def test_other_ranks_may_have_no_values() -> None:
+    run(2, from_the_first_rank)
 
 
 def test_half_on_meta_is_refused() -> None:

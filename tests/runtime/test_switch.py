@@ -235,8 +235,6 @@ def refuses() -> None:
     loss.backward()
     fails(RuntimeError, "no optimizer has stepped")
     optimizer.step()
-    with wrapped.no_sync():
-        fails(RuntimeError, "inside of no_sync")
     fails(ValueError, "left out .AdamW.", optimizer=())
     fails(TypeError, "takes a Plan, not a str", plan="plan.json")
     fails(TypeError, "not str", optimizer=["adam"])
@@ -347,6 +345,165 @@ def one_steps_less_often() -> None:
         wrapped.switch(named["mixed leaves"], [often, seldom])
     backward(often, seldom)
     wrapped.switch(named["mixed leaves"], [often, seldom])
+    # What was stepped under the plan before is known under the next.
+    backward(often)
+    with pytest.raises(RuntimeError, match="gradients that no optimizer has stepped by"):
+        wrapped.switch(named["shard all"], [often, seldom])
+
+
+def gathers_before_its_first_step() -> None:
+    """Beside a run without switches: an optimizer that has never stepped gathers over three plans."""
+    found = []
+    for walk in (("shard all",), ("shard all", "mixed leaves", "in slices")):
+        model = made()
+        named = plans(model)
+        wrapped = OSDP(model, plan=named["shard all"])
+        parameters = list(wrapped.parameters())
+        often, seldom = (torch.optim.SGD(half, lr=0.1) for half in (parameters[:3], parameters[3:]))
+        del parameters
+        for index in range(4):
+            batch = tokens(10 * index + dist.get_rank(), 3, 6)
+            loss_of(wrapped(batch), batch).backward()
+            often.step()
+            often.zero_grad()
+            wrapped.switch(named[walk[index % len(walk)]], [often, seldom])
+        seldom.step()
+        found.append({name: whole(value).detach().clone() for name, value in wrapped.named_parameters()})
+    for name, value in found[0].items():
+        assert difference(found[1][name], value) < TOLERANCE, name
+
+
+def test_gradients_before_the_first_step_of_an_optimizer_go_along() -> None:
+    """They were dropped, and the step was one by the last of four batches."""
+    run(2, gathers_before_its_first_step)
+
+
+def begins_inside_of_no_sync() -> None:
+    model = made()
+    named = plans(model)
+    wrapped = OSDP(model, plan=named["shard all"])
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+    reference = made()
+    stepped = torch.optim.SGD(reference.parameters(), lr=0.1)
+    for name in ("mixed leaves", "in slices", "shard all"):
+        optimizer.zero_grad()
+        stepped.zero_grad()
+        with wrapped.no_sync():
+            wrapped.switch(named[name], optimizer)
+            loss_of(wrapped(tokens(dist.get_rank(), 3, 6)), tokens(dist.get_rank(), 3, 6)).backward()
+            assert not any(wrapped._applied.sharded.syncs.values())
+        assert all(wrapped._applied.sharded.syncs.values())
+        loss_of(wrapped(tokens(5 + dist.get_rank(), 3, 6)), tokens(5 + dist.get_rank(), 3, 6)).backward()
+        optimizer.step()
+        for seed in (0, 1, 5, 6):
+            (loss_of(reference(tokens(seed, 3, 6)), tokens(seed, 3, 6)) / 2).backward()
+        stepped.step()
+    for name, parameter in wrapped.named_parameters():
+        assert difference(whole(parameter), reference.get_parameter(name)) < TOLERANCE, name
+
+
+def test_a_switch_inside_of_no_sync_is_one_between_steps() -> None:
+    """A loop that accumulates in it from the first microbatch on never refined its plan."""
+    run(2, begins_inside_of_no_sync)
+
+
+def holds_the_parameters_of_a_plan() -> None:
+    model = made()
+    named = plans(model)
+    wrapped = OSDP(model, plan=named["shard all"])
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+    late = torch.optim.SGD([wrapped.get_parameter("head.weight")], lr=0.1)
+    listed = [parameter for parameter in wrapped.parameters() if parameter.requires_grad]
+    step_on(wrapped, optimizer, 0)
+    wrapped.switch(named["mixed leaves"], optimizer)
+    batch = tokens(dist.get_rank(), 3, 6)
+    loss_of(wrapped(batch), batch).backward()
+    gradients = [parameter.grad for parameter in wrapped.parameters() if parameter.requires_grad]
+    for given, gradient in zip(listed, gradients, strict=True):
+        assert given.grad is gradient
+    for parameter in listed:
+        parameter.grad = None
+    assert all(parameter.grad is None for parameter in wrapped.parameters())
+    loss_of(wrapped(batch), batch).backward()
+    before = whole(wrapped.get_parameter("head.weight")).detach().clone()
+    late.step()
+    assert late.param_groups[0]["params"][0] is wrapped.get_parameter("head.weight")
+    assert not torch.equal(before, whole(wrapped.get_parameter("head.weight")))
+    for use in (torch.nn.utils.parameters_to_vector, lambda given: given[0].full_tensor()):
+        with pytest.raises(RuntimeError, match="no longer the model's"):
+            use(listed)
+
+
+def test_a_list_of_parameters_goes_on_with_the_gradients_of_their_successors() -> None:
+    """Those of a sharded plan were left as they were: clipping by such a list clipped nothing any more."""
+    run(2, holds_the_parameters_of_a_plan)
+
+
+def has_a_teacher_put_in() -> None:
+    model = made()
+    named = plans(model)
+    wrapped = OSDP(model, plan=named["shard all"])
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+    step_on(wrapped, optimizer, 0)
+    wrapped.teacher = nn.Linear(2, 2).requires_grad_(False)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"2 parameters came into the model .*'teacher.bias'"):
+            wrapped.switch(named["mixed leaves"], optimizer)
+        step_on(wrapped, optimizer, 1)
+    del wrapped.teacher
+    wrapped.switch(named["recomputed"], optimizer)
+    step_on(wrapped, optimizer, 2)
+
+
+def test_a_module_that_was_put_into_the_model_is_seen_before_anything_is_changed() -> None:
+    """A frozen teacher in it was destroyed by a switch, and the model with it."""
+    run(2, has_a_teacher_put_in)
+
+
+def has_a_forward_of_its_own() -> None:
+    model = made()
+    named = plans(model)
+    wrapped = OSDP(model, plan=named["recomputed"])
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+    calls: list[int] = []
+    plain = type(model.blocks[0]).forward
+
+    def patched(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        return plain(model.blocks[0], *args, **kwargs)
+
+    model.blocks[0].forward = patched
+    for name in ("mixed leaves", "recomputed", "shard all"):
+        wrapped.switch(named[name], optimizer)
+        calls.clear()
+        step_on(wrapped, optimizer, 2)
+        assert calls, name
+
+
+def test_a_forward_that_was_put_on_a_recomputed_block_stays() -> None:
+    run(2, has_a_forward_of_its_own)
+
+
+def had_a_step_that_raised() -> None:
+    model = made()
+    named = plans(model)
+    wrapped = OSDP(model, plan=named["shard all"])
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+    step_on(wrapped, optimizer, 0)
+
+    def raises() -> float:
+        raise MemoryError
+
+    with pytest.raises(MemoryError):
+        optimizer.step(raises)
+    optimizer.zero_grad()
+    wrapped.switch(named["mixed leaves"], optimizer)
+    step_on(wrapped, optimizer, 1)
+
+
+def test_a_step_that_raised_is_none_that_runs() -> None:
+    """After running out of memory in a step no other plan was taken, the use that a switch is for."""
+    run(2, had_a_step_that_raised)
 
 
 def test_gradients_that_one_of_two_optimizers_still_gathers_are_not_dropped() -> None:

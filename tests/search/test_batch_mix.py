@@ -164,6 +164,15 @@ def test_nothing_fits_the_largest() -> None:
         best_plan_of_mix(shapes_of(SIZES, (0.2, 0.4, 0.4), device), [TRAINING], device)
 
 
+def test_nothing_fits_another_shape_though_the_largest_fits() -> None:
+    """A limit below zero was planned for on the way, which is no limit."""
+    shapes = shapes_of(SIZES[:2], (0.5, 0.5), devices())
+    limit = 2 * best_plan_of_mix(shapes, [TRAINING], devices()).predicted.peak_bytes
+    heavy = replace(shapes[1].profile, resident_bytes=3 * limit)
+    with pytest.raises(InfeasibleError, match="leave out batches of"):
+        best_plan_of_mix([shapes[0], replace(shapes[1], profile=heavy)], [TRAINING], devices(limit))
+
+
 def test_what_a_mix_is() -> None:
     assert BatchMix([1, 2], [3.0, 1.0]).shares == (0.75, 0.25) and BatchMix([1, 2]).shares == (0.5, 0.5)
     for batches, weights, said in (

@@ -32,6 +32,7 @@ class StepSettings:
 
     Attributes:
         blocking: Whether FSDP2's collectives block compute.
+        scales: Whether the backend can only sum (gloo), so that a bucket's only gradient is scaled in place.
         issues: Whether the host issues compute to an accelerator, so that hooks take the host's time.
         overlap: Fraction of an asynchronous all-reduce that backward hides.
         mixed_overlap: The same in a plan that also has sharded units.
@@ -46,6 +47,7 @@ class StepSettings:
     """
 
     blocking: bool
+    scales: bool
     issues: bool
     overlap: float
     mixed_overlap: float
@@ -202,6 +204,7 @@ def build_problem(
         settings=StepSettings(
             # On one device FSDP2 has no streams for its copies.
             blocking=device.blocking or device.world_size == 1,
+            scales=device.blocking and device.world_size > 1,
             issues=not device.blocking,
             overlap=device.overlap,
             mixed_overlap=device.overlap if device.mixed_overlap is None else device.mixed_overlap,

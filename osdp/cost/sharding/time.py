@@ -89,7 +89,9 @@ def unit_seconds(
     #    reduction follows everything, so neither can be hidden. Slices wait for each other.
     held_up = np.where(units.in_root | units.sliced, 1.0, float(settings.blocking))
     # 3. Device time of a backward: hooks, collectives that block, copies into buckets, recomputation.
-    copied = np.where(units.largest_gradient > 0, units.bucket / settings.copy_bandwidth, 0.0)
+    # What is scaled in place takes one pass over it, too.
+    touched = (units.largest_gradient > 0) | (replicated & settings.scales)
+    copied = np.where(touched, units.bucket / settings.copy_bandwidth, 0.0)
     silent = hooks + per_gradient + held_up * regather + copied + np.where(units.sliced, reduce, 0.0)
     # Slices are gathered and reduced in every backward; what is kept of them is counted all the same.
     host_silent = entered + received + np.where(regather > 0, units.host_gather, 0.0)

@@ -6,13 +6,11 @@ it trains is the wrapper. What it does by itself (wrapping, clipping, checkpoint
 
 import os
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import get_mixed_precision_context_manager
 from torch import nn
 from transformers import Trainer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -51,8 +49,9 @@ class OSDPTrainer(Trainer):
 
     Raises:
         TypeError: The model is not wrapped.
-        ValueError: It is cut into stages, or the Trainer is told to shard or to compile it in its own way, or
-            to load the best adapters without keeping what they are loaded from.
+        ValueError: It is cut into stages, or the Trainer is told to shard, to compile or to convert it in its
+            own way, to step by rows and columns of matrices, or to load the best adapters without keeping
+            what they are loaded from.
     """
 
     osdp: OSDP
@@ -68,6 +67,10 @@ class OSDPTrainer(Trainer):
         require_data_parallel(model, self.args.world_size, "Trainer")
         self._check_arguments()
         follow_reductions(self.accelerator, model)
+        # Autocast, if bf16 or fp16 ask for it, around the model's forward alone, with outputs in float32: as
+        # of every other model, so that losses of one's own and generate() find what they would there.
+        _undo_autocast(model.module)
+        self.accelerator.prepare_model(model.module, device_placement=False, evaluation_mode=True)
         smoother: Any = self.label_smoother
         if smoother is not None and _predicts_next_tokens(model.module):
             # Trainer goes by the class of what it trains, which is the wrapper's.
@@ -84,6 +87,16 @@ class OSDPTrainer(Trainer):
             faults.append(
                 "torch_compile= is for models that the Trainer wraps: leave it out, and compile blocks "
                 "before wrapping, block.compile()"
+            )
+        if self.args.bf16_full_eval or self.args.fp16_full_eval:
+            faults.append(
+                "bf16_full_eval= and fp16_full_eval= convert the model, which is sharded: leave them out, "
+                'and plan with OSDP(..., param_dtype="bfloat16")'
+            )
+        if self.args.optim == "adafactor":
+            faults.append(
+                "optim='adafactor' steps by rows and columns of whole matrices, which it does not have here: "
+                "choose one of torch.optim, such as adamw_torch"
             )
         if self.args.load_best_model_at_end and self.args.save_only_model and self._has_adapters:
             faults.append(
@@ -103,17 +116,6 @@ class OSDPTrainer(Trainer):
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
         del model, training, dataloader
         return self.osdp
-
-    def autocast_smart_context_manager(
-        self, cache_enabled: bool | None = True
-    ) -> AbstractContextManager[Any]:
-        """Autocast, if ``bf16`` or ``fp16`` ask for it: here nothing else does, since nothing is wrapped."""
-        del cache_enabled
-        accelerator = self.accelerator
-        found: AbstractContextManager[Any] = get_mixed_precision_context_manager(
-            accelerator.native_amp, accelerator.autocast_handler
-        )
-        return found
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """The optimizer, with the same parameter groups under every plan, so that its states load."""
@@ -216,6 +218,13 @@ class OSDPTrainer(Trainer):
         found: Any = self.optimizer
         bare: torch.optim.Optimizer = getattr(found, "optimizer", found)
         return bare
+
+
+def _undo_autocast(module: Any) -> None:
+    """Undo what ``prepare_model`` of an earlier Trainer has done to the forward of a model."""
+    if vars(module).pop("_original_forward", None) is not None:
+        vars(module).pop("forward", None)
+    module._is_accelerate_prepared = False
 
 
 def _predicts_next_tokens(module: Any) -> bool:

@@ -170,7 +170,7 @@ def frontier_chart(frontier: Frontier) -> Chart:
             "hovertemplate": "%{text}<extra></extra>",
         },
         {
-            "type": "scatter", "mode": "markers", "name": "this plan",
+            "type": "scatter", "mode": "markers", "name": "the setting of this plan",
             "x": [point.x / unit for point in here],
             "y": [point.samples_per_second for point in here],
             "marker": {"size": 14, "color": "#D55E00", "symbol": "diamond"}, "hoverinfo": "name",

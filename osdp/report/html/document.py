@@ -26,9 +26,9 @@ def html_document(
     """
     return "".join(
         [
-            '<!doctype html><html lang="en"><head><meta charset="utf-8">',
+            '<!doctype html><html lang="en" style="color-scheme: light dark"><head><meta charset="utf-8">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            f"<title>{escape(title)}</title><style>{style()}</style></head><body>",
+            f'<title>{escape(title)}</title><style>{style()}</style></head><body class="osdp">',
             f"<h1>{escape(title)}</h1>",
             first_screen,
             _tabs(tabs),

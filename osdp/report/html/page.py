@@ -52,7 +52,7 @@ def html_page(report: PlanReport) -> str:
 
 def html_summary(report: PlanReport) -> str:
     """What was decided, whether it fits and how fast it is, for notebooks: no charts and no scripts."""
-    return f"<div><style>{style()}</style>{first_screen(report)}</div>"
+    return f'<div class="osdp"><style>{style()}</style>{first_screen(report)}</div>'
 
 
 def _name(plan: Plan) -> str:

@@ -14,6 +14,8 @@ from torch import nn
 
 from osdp.torch_private.modules import HOOK_REGISTRIES, PARAMETER_REGISTRIES
 
+_FORWARD = "forward"
+
 #: Attributes that are no part of what a plan changes, or are compared entry by entry.
 _APART = frozenset((*HOOK_REGISTRIES, *PARAMETER_REGISTRIES, "_modules", "training"))
 
@@ -41,6 +43,7 @@ class _Change:
         replaced: Earlier values of attributes.
         hooks: Keys of the hooks that were added, by registry.
         children: The submodules that were replaced, by name.
+        set_forward: The attribute ``forward`` under the plan, if it has one.
     """
 
     module: nn.Module
@@ -50,6 +53,7 @@ class _Change:
     replaced: dict[str, Any]
     hooks: dict[str, frozenset[int]]
     children: dict[str, nn.Module]
+    set_forward: Any
 
 
 class PlainModules:
@@ -87,8 +91,11 @@ class PlainModules:
         """Undo it. Parameters and buffers are left as they are."""
         for change in self._changes:
             own = vars(change.module)
-            for name in change.added:
+            is_own = vars(change.now).get(_FORWARD) is not change.set_forward
+            for name in change.added - ({_FORWARD} if is_own else set()):
                 vars(change.now).pop(name, None)
+            if is_own:  # somebody has put another in its place since, such as a compiled one
+                change.replaced.pop(_FORWARD, None)
             if change.now is not change.module:
                 own.update(_attributes(change.now))
                 own["training"] = change.now.training
@@ -124,6 +131,7 @@ def _change(seen: _Seen, now: nn.Module) -> _Change:
         now=now,
         kind=seen.kind,
         added=frozenset(found) - frozenset(seen.attributes),
+        set_forward=found.get(_FORWARD),
         replaced={
             name: value
             for name, value in seen.attributes.items()

@@ -3,17 +3,18 @@
 A plan stores parameters of its own: shards, or new objects with the same values. An optimizer that was
 created before, a list of parameters for gradient clipping, or another model that shares a weight would go on
 with the old ones, which are no longer trained. So under every plan all parameters are replaced, and the old
-ones become :class:`ReplacedParameter`: their gradient is their successor's, and computing with them is an
+ones become :class:`ReplacedTensor`: their gradient is their successor's, and computing with them is an
 error.
 """
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from osdp.nn.sliced_weight import LOCAL
 from osdp.runtime.module.counted_dtensor import CHANGES
@@ -39,8 +40,8 @@ _FACTS = frozenset(
 _VALUES = frozenset(("data", "T", "mT", "H", "mH", "real", "imag"))
 
 
-class ReplacedParameter(nn.Parameter):
-    """A parameter that is no longer the model's.
+class ReplacedTensor(torch.Tensor):
+    """What a parameter becomes that is no longer the model's.
 
     Attributes:
         fqn: Its name in the model.
@@ -65,10 +66,14 @@ class ReplacedParameter(nn.Parameter):
             default: Any = super().__torch_function__
             return default(func, types, args, kwargs or {})
         used = next(_within(cls, [*args, *(kwargs or {}).values()]), None)
-        raise RuntimeError(
-            f"parameter{'' if used is None else f' {used.fqn!r}'} is no longer the model's: wrapping has "
-            f"replaced it, and {descriptor or method} would compute with weights that are no longer trained; "
-            f"{MOVE}"
+        raise cls._refused(descriptor or method, "" if used is None else used.fqn)
+
+    @classmethod
+    def _refused(cls, operation: str, fqn: str) -> RuntimeError:
+        return RuntimeError(
+            f"parameter{f' {fqn!r}' if fqn else ''} is no longer the model's: wrapping, or a switch to "
+            f"another plan, has replaced it, and {operation} would compute with weights that are no longer "
+            f"trained; {MOVE}"
         )
 
     def _gradient(self, access: str, *value: torch.Tensor | None) -> torch.Tensor | None:
@@ -81,7 +86,29 @@ class ReplacedParameter(nn.Parameter):
         return None
 
 
-def _within(kind: type[ReplacedParameter], values: Sequence[Any]) -> Iterator[ReplacedParameter]:
+class ReplacedParameter(ReplacedTensor, nn.Parameter):
+    """A plain parameter that was replaced."""
+
+
+class ReplacedShards(ReplacedTensor, DTensor):
+    """A sharded parameter of a plan that the model has left."""
+
+    # Methods of DTensor, which are not functions of torch.
+
+    def to_local(self, **_: Any) -> NoReturn:
+        """Raise, as for all that needs values."""
+        raise self._refused("to_local", self.fqn)
+
+    def full_tensor(self, **_: Any) -> NoReturn:
+        """Raise, as for all that needs values."""
+        raise self._refused("full_tensor", self.fqn)
+
+    def redistribute(self, *_: Any, **__: Any) -> NoReturn:
+        """Raise, as for all that needs values."""
+        raise self._refused("redistribute", self.fqn)
+
+
+def _within(kind: type[ReplacedTensor], values: Sequence[Any]) -> Iterator[ReplacedTensor]:
     """The replaced parameters among arguments, also in lists, which foreach functions take."""
     for value in values:
         if isinstance(value, kind):
@@ -110,6 +137,7 @@ class PlainParameters:
 
     def __init__(self, model: nn.Module, earlier: "Replaced | None" = None) -> None:
         self._earlier = earlier or Replaced()
+        self._leaves_plan = earlier is not None
         self._noted = [
             _Plain(owned.names, weakref.ref(parameter), _of_users(parameter), gradient_hooks(parameter))
             for owned in owned_parameters(model).values()
@@ -133,8 +161,10 @@ class PlainParameters:
                 for attribute, value in plain.attributes.items():
                     vars(new).setdefault(attribute, value)
                 share_gradient_hooks(plain.hooks, new)
-            if type(old) is nn.Parameter:
-                old.__class__ = ReplacedParameter
+            # Those of a model that is tensor-parallel before it is wrapped are its own business.
+            if type(old) is nn.Parameter or (self._leaves_plan and isinstance(old, DTensor)):
+                kind: type[Any] = ReplacedParameter if type(old) is nn.Parameter else ReplacedShards
+                old.__class__ = kind
                 vars(old).update(fqn=name, successor=new)
                 marked.append(weakref.ref(old))
             elif old is not None:
@@ -153,7 +183,7 @@ class Replaced:
     Args:
         others: Replaced parameters of classes other than ``nn.Parameter``, such as tensor-parallel DTensors,
             by id.
-        marked: The :class:`ReplacedParameter` ones.
+        marked: The :class:`ReplacedTensor` ones.
     """
 
     def __init__(
@@ -176,7 +206,7 @@ class Replaced:
         marked = [reference for reference in self._marked if reference() is not None]
         for reference in marked:
             old = reference()
-            if isinstance(old, ReplacedParameter):
+            if isinstance(old, ReplacedTensor):
                 vars(old).update(successor=stored.get(old.fqn))
         others = {
             key: (reference, (name, stored.get(name)))
@@ -219,7 +249,7 @@ class Replaced:
             group["params"][:] = [parameter for parameter in now if parameter is not None]
 
     def _successor(self, parameter: torch.Tensor) -> "Successor | None":
-        if isinstance(parameter, ReplacedParameter):
+        if isinstance(parameter, ReplacedTensor):
             return parameter.fqn, parameter.successor
         reference, successor = self._others.get(id(parameter), (None, None))
         return successor if reference is not None and reference() is parameter else None

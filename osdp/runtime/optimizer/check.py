@@ -37,6 +37,7 @@ from osdp.runtime.optimizer.whole_matrices import WholeMatrices
 from osdp.runtime.ranks.control import Control
 from osdp.runtime.running import RunningModel
 from osdp.torch_private.local_step import leaves_fused_open
+from osdp.torch_private.optimizers import is_stepping
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +92,8 @@ class OptimizerCheck:
     @property
     def is_in_step(self) -> bool:
         """Whether one of them is in a step, such as one that calls a closure."""
-        return len(self._in_step) > 0
+        # One whose step has raised is in none any more.
+        return any(is_stepping(optimizer) for optimizer in self._in_step)
 
     def close(self) -> Replaced:
         """Check no more steps; returns the parameters that were replaced."""

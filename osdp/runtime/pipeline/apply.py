@@ -13,12 +13,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from osdp.comm.groups import device_of, equalize_group_count
+from osdp.comm.objects import gather_objects
 from osdp.errors import PlanMismatchError
 from osdp.model.fqn import is_inside
 from osdp.plan.plan import Plan
 from osdp.plan.schedule import Schedule, split_backward_refused
 from osdp.runtime.clip import clip_grad_norm_
 from osdp.runtime.mesh import dims_of, group_of
+from osdp.runtime.meta_init import is_on_meta
 from osdp.runtime.module.parameter_owners import ParameterSites, owned_parameters
 from osdp.runtime.module.plain_states import accept_plain_states, load_into_stages
 from osdp.runtime.pipeline.channels import Channel, ordered_channels
@@ -207,8 +209,10 @@ def apply_pipeline(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PipelinedM
 
     Raises:
         PlanMismatchError: The plan is for another model or mesh; lists every difference.
+        ValueError: Some ranks have the model's values, and others have it on ``meta``.
     """
     _check(model, plan, mesh)
+    _check_alike_on_meta(model, mesh)
     placement = plan.make_schedule().placement
     mine = [index for index, rank in enumerate(placement) if rank == mesh["pp"].get_local_rank()]
     named = plan.training.param_dtype
@@ -255,6 +259,18 @@ def apply_pipeline(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PipelinedM
     accept_plain_states(model)
     _forbid_cache(model)
     return PipelinedModel(model, plan, mesh, stages)
+
+
+def _check_alike_on_meta(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Refuse a model that is on ``meta`` on some ranks alone: a stage starts from its own first rank's."""
+    found = {is_on_meta(model)}
+    for axis in mesh.mesh_dim_names or ():
+        found = set().union(*gather_objects(found, mesh[axis].get_group()))
+    if len(found) > 1:
+        raise ValueError(
+            "some ranks have the model's values, and others have it on meta: in stages each rank starts with "
+            "what it has of its own, so build it alike on all of them"
+        )
 
 
 def _computed_by_one(model: nn.Module, plan: Plan) -> nn.Module:

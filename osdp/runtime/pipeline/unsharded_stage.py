@@ -9,7 +9,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from osdp.comm.groups import device_of
 from osdp.plan.plan import Plan
-from osdp.runtime.meta_init import is_on_meta, materialise
+from osdp.runtime.meta_init import is_on_meta, materialise, refuse_blank
 from osdp.runtime.module.parameter_owners import owned_parameters
 from osdp.runtime.recompute import recompute
 from osdp.runtime.sharding.sliced import exchange_modules
@@ -72,7 +72,7 @@ def apply_unsharded(model: nn.Module, plan: Plan, stage: int, mesh: DeviceMesh) 
     exchange_modules(model, sharding, MixedPrecisionPolicy())
     recompute(model, sharding.recomputed, device)
     if is_on_meta(model):
-        materialise(model, owned_parameters(model), mesh, device)
+        refuse_blank(materialise(model, owned_parameters(model), mesh, device), given=False)
     else:
         for owned in owned_parameters(model).values():
             parameter = owned.parameter

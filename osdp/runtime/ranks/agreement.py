@@ -14,7 +14,7 @@ from osdp.runtime.ranks.control import Control
 _SHOWN = 5
 
 
-def check_together(control: Control | None, check: Callable[[], None]) -> None:
+def check_together(control: Control | None, check: Callable[[], object]) -> None:
     """Run ``check`` on every rank; if it raises on one, all raise together.
 
     Args:
@@ -43,6 +43,28 @@ def check_together(control: Control | None, check: Callable[[], None]) -> None:
         f"some of {control.size} ranks were given what cannot be applied, so none applies it; give all "
         f"of them the same plan and model:\n{lines}"
     ) from error
+
+
+def first_rank_has_values(control: Control | None, on_meta: bool) -> bool:
+    """Whether the model of rank 0 has values, which those on ``meta`` of other ranks then receive.
+
+    Args:
+        control: The ranks; ``None`` if there is one.
+        on_meta: Whether this rank's model is on ``meta``.
+
+    Raises:
+        ValueError: Only the models of other ranks have some.
+    """
+    if control is None or control.agree(on_meta, "whether the models of the other ranks are on meta"):
+        return not on_meta
+    found = control.gather(on_meta, "whether the models of the other ranks are on meta")
+    if found[0]:
+        others = ", ".join(str(rank) for rank, empty in enumerate(found) if not empty)
+        raise ValueError(
+            f"the model of rank 0 is on meta, and those of ranks {others} have values: all ranks start from "
+            "rank 0's, so build it there, or on meta everywhere"
+        )
+    return True
 
 
 def check_alike(control: Control | None, model: nn.Module, plan: Plan, stage: int, **options: object) -> None:

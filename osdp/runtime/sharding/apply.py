@@ -24,11 +24,11 @@ from osdp.plan.sharding import Mode, ShardingPlan
 from osdp.runtime.batch_watch import watch_batches
 from osdp.runtime.computation import Computation
 from osdp.runtime.mesh import group_of, mesh_with_tensor_parallel
-from osdp.runtime.meta_init import check_initialisers, is_on_meta, materialise
+from osdp.runtime.meta_init import check_initialisers, is_on_meta, materialise, refuse_blank
 from osdp.runtime.module.parameter_owners import ParameterSites, owned_parameters
 from osdp.runtime.module.plain_modules import PlainModules
 from osdp.runtime.module.plain_states import accept_plain_states
-from osdp.runtime.ranks.agreement import check_alike, check_together
+from osdp.runtime.ranks.agreement import check_alike, check_together, first_rank_has_values
 from osdp.runtime.ranks.control import Control
 from osdp.runtime.ranks.lockstep import Lockstep
 from osdp.runtime.ranks.participants import participants_of
@@ -80,8 +80,11 @@ def apply_sharding(
     backwards, computation = backwards or Backwards(), computation or Computation()
     sharding = plan.stages[stage].sharding
     control = Control.over(mesh)
+    check_together(control, lambda: is_on_meta(model))
     on_meta = is_on_meta(model)
-    by_modules = fill is None and computation.param_init_fn is None
+    # As under FSDP's sync_module_states, other ranks may have been given no values.
+    receives = first_rank_has_values(control, on_meta) and on_meta and fill is None
+    by_modules = fill is None and computation.param_init_fn is None and not receives
     check_together(control, lambda: _check_given(model, plan, stage, mesh, backwards, by_modules))
     check_alike(control, model, plan, stage, **asdict(backwards))
     policy = _policy(plan.training, computation)
@@ -92,13 +95,16 @@ def apply_sharding(
     plain = PlainModules(model)
     # 2. Rank 0's values everywhere, each parameter as the plan stores it.
     if fill is None:
-        _start_buffers(model, mesh)
-    owned, recomputed = _distribute(model, sharding, storage, mesh, whole_mesh, policy, computation)
+        _start_buffers(model, mesh, receives)
+    owned, recomputed = _distribute(
+        model, sharding, storage, mesh, whole_mesh, policy, computation, receives=receives
+    )
     # 3. Values for what is still on meta, now in shards.
     if fill is not None:
         fill(owned)
-    elif on_meta:
-        _initialise(model, owned, mesh, storage, computation)
+    elif on_meta and not receives:
+        lost = _initialise(model, owned, mesh, storage, computation)
+        check_together(control, lambda: refuse_blank(lost, given=computation.param_init_fn is not None))
     _check_unused(storage, backwards)
     # 4. The handle. Where something is sharded, replicated gradients have a group of their own.
     parameters = PlannedParameters.stored_as(model, sharding, storage, owned, policy.param_dtype, mesh)
@@ -136,6 +142,8 @@ def _distribute(
     whole_mesh: DeviceMesh,
     policy: MixedPrecisionPolicy,
     computation: Computation,
+    *,
+    receives: bool,
 ) -> tuple[dict[str, ParameterSites], tuple[Recomputed, ...]]:
     """Store each parameter of ``model`` as planned, with rank 0's values unless it is on meta.
 
@@ -147,6 +155,7 @@ def _distribute(
         whole_mesh: The same, joined with that of tensor parallelism if there is one.
         policy: Mixed precision.
         computation: How it computes beside the plan.
+        receives: Whether values are received for what is on meta.
 
     Returns:
         The places of each parameter by first FQN, and the modules whose activations are recomputed.
@@ -157,18 +166,24 @@ def _distribute(
     owned = owned_parameters(model)
     stored_on = whole_mesh if storage.has_dtensors or whole_mesh is not mesh else None
     replicated = {
-        replicate(entry, mesh, device, None if name in storage.stepped_in_shards else stored_on)
+        replicate(
+            entry,
+            mesh,
+            device,
+            None if name in storage.stepped_in_shards else stored_on,
+            receives=receives,
+        )
         for name, entry in owned.items()
         if storage.is_replicated(name)
     }
     # 2. Sharded parameters, one unit after another, so that only one unit is whole at a time. FSDP2 is to
     #    ignore weights that run in slices, as it does replicated ones.
     for name, dim in storage.in_slices.items():
-        _start_parameters([name], owned, mesh, device)
+        _start_parameters([name], owned, mesh, device, receives)
         replicated.add(shard_weight(owned[name], dim, mesh))
     # Before fully_shard, whose hooks then treat the recomputation as a forward.
     recomputed = recompute(model, sharding.recomputed, device)
-    start_unit = partial(_start_parameters, owned=owned, mesh=mesh, device=device)
+    start_unit = partial(_start_parameters, owned=owned, mesh=mesh, device=device, receives=receives)
     shard_units(model, sharding, Meshes.over(mesh), policy, replicated, start_unit, computation.output_dtype)
     return owned, recomputed
 
@@ -179,9 +194,9 @@ def _initialise(
     mesh: DeviceMesh,
     storage: ParameterStorage,
     computation: Computation,
-) -> None:
-    """Initialise a model that is on meta, in shards."""
-    materialise(
+) -> list[str]:
+    """Initialise a model that is on meta, in shards; names of what nothing initialised."""
+    return materialise(
         model,
         owned,
         mesh,
@@ -245,16 +260,24 @@ def _policy(training: Training, computation: Computation) -> MixedPrecisionPolic
 
 
 def _start_parameters(
-    names: Sequence[str], owned: Mapping[str, ParameterSites], mesh: DeviceMesh, device: torch.device
+    names: Sequence[str],
+    owned: Mapping[str, ParameterSites],
+    mesh: DeviceMesh,
+    device: torch.device,
+    receives: bool,
 ) -> None:
     for name in names:
-        _start_parameter(owned[name].parameter, mesh, device)
+        _start_parameter(owned[name], mesh, device, receives)
 
 
-def _start_parameter(parameter: nn.Parameter, mesh: DeviceMesh, device: torch.device) -> None:
-    """Move ``parameter`` to ``device`` and broadcast rank 0's values."""
-    if parameter.is_meta:
-        return
+def _start_parameter(entry: ParameterSites, mesh: DeviceMesh, device: torch.device, receives: bool) -> None:
+    """Move a parameter to ``device`` and broadcast rank 0's values."""
+    if entry.parameter.is_meta:
+        if not receives:
+            return
+        room = torch.empty_like(entry.parameter, device=device)
+        entry.register(nn.Parameter(room, requires_grad=entry.parameter.requires_grad))
+    parameter = entry.parameter
     with torch.no_grad():
         if isinstance(parameter, DTensor):
             dist.broadcast(parameter.to_local(), group=mesh.get_group(), group_src=0)
@@ -263,14 +286,14 @@ def _start_parameter(parameter: nn.Parameter, mesh: DeviceMesh, device: torch.de
         dist.broadcast(parameter.data, group=mesh.get_group(), group_src=0)
 
 
-def _start_buffers(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Move buffers to this rank's device, with rank 0's values unless they are on meta."""
+def _start_buffers(model: nn.Module, mesh: DeviceMesh, receives: bool) -> None:
+    """Move buffers to this rank's device, with rank 0's values unless they are on meta there."""
     device = device_of(mesh)
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
-            if buffer.is_meta:
+            if buffer.is_meta and not receives:
                 continue
-            moved = buffer.to(device)
+            moved = torch.empty_like(buffer, device=device) if buffer.is_meta else buffer.to(device)
             dist.broadcast(moved, group=mesh.get_group(), group_src=0)
             if moved is not buffer:
                 setattr(module, name, moved)

@@ -256,7 +256,6 @@ class BackwardPass:
         if not self.runs or torch.is_grad_enabled():
             self.begin()
         self._used.add(parameter.name)
-        self.stepped.discard(id(parameter.stored))
 
     def _end(self) -> None:
         # Queued again to run last: FSDP2 may have queued its callback after this one, and collectives that
@@ -319,6 +318,9 @@ class BackwardPass:
             if isinstance(stored, DTensor):
                 compute_with_other_meshes(stored.grad, always=isinstance(parameter, ReplicatedParameter))
             is_absent = parameter.name in absent
+            if not is_absent:
+                # On all ranks, also on those that have not used it.
+                self.stepped.discard(id(stored))
             if path.is_held:
                 path.deliver(stored, None if is_absent else stored.grad)
             elif is_absent and not path.had_gradient and not isinstance(parameter, ReplicatedParameter):

@@ -315,7 +315,12 @@ class ReplicatedParameters:
 
 
 def replicate(
-    owned: ParameterSites, mesh: DeviceMesh, device: torch.device, stored_on: DeviceMesh | None
+    owned: ParameterSites,
+    mesh: DeviceMesh,
+    device: torch.device,
+    stored_on: DeviceMesh | None,
+    *,
+    receives: bool = False,
 ) -> nn.Parameter:
     """Register ``owned`` as a replicated parameter on ``mesh``, with rank 0's values.
 
@@ -325,12 +330,13 @@ def replicate(
         device: This rank's device.
         stored_on: Mesh of the stored DTensor, if other parameters of the model are DTensors: ``mesh``, or
             ``mesh`` joined with the tensor-parallel mesh. ``None`` stores a plain parameter.
+        receives: Whether, on ``meta``, it gets rank 0's values all the same.
     """
     old = owned.parameter
     with torch.no_grad():
         local = old.to_local() if isinstance(old, DTensor) else old.detach()
-        if not local.is_meta:
-            local = local.to(device)
+        if receives or not local.is_meta:
+            local = torch.empty_like(local, device=device) if local.is_meta else local.to(device)
             dist.broadcast(local, group=mesh.get_group(), group_src=0)
         value = local if stored_on is None else _stored(local, old, stored_on)
     # A new object even where the values keep their storage: see osdp.runtime.module.replaced.

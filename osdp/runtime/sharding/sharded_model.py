@@ -91,8 +91,6 @@ class ShardedModel:
         self._has_graphs = False
         #: Identities of the stored parameters that an optimizer has stepped.
         self._ever_stepped: set[int] = set()
-        #: The number of no_sync() that are open.
-        self._kept_open = 0
         # 1. Parameters by mode.
         self.root_state = sharding_state(model)
         self.parameters = parameters
@@ -171,16 +169,23 @@ class ShardedModel:
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate without reductions: backwards inside keep their gradients for the first one outside."""
-        before = [parameter.path.syncs for parameter in self.parameters]
+        before = self.syncs
         self.set_requires_gradient_sync(False)
-        self._kept_open += 1
         try:
             yield
         finally:
-            self._kept_open -= 1
-            for parameter, syncs in zip(self.parameters, before, strict=True):
-                parameter.path.syncs = syncs
-            self.follow_settings()
+            self.set_syncs(before)
+
+    @property
+    def syncs(self) -> dict[str, bool]:
+        """Whether the next backwards reduce the gradient of each parameter, by its name."""
+        return {parameter.name: parameter.path.syncs for parameter in self.parameters}
+
+    def set_syncs(self, syncs: Mapping[str, bool]) -> None:
+        """Set :attr:`syncs`."""
+        for parameter in self.parameters:
+            parameter.path.syncs = syncs[parameter.name]
+        self.follow_settings()
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
@@ -237,8 +242,6 @@ class ShardedModel:
         """
         if not in_backward():
             self._recover_unfinished()
-        if self._kept_open:
-            return "it is inside of no_sync(), which ends with settings of the plan before"
         if not self._entries.is_idle or self._backward.runs or self._backward.is_awaited:
             return (
                 "a forward has had no backward yet (after an exception in between, or a forward that gets "
@@ -253,6 +256,24 @@ class ShardedModel:
         ):
             return "there are gradients that no optimizer has stepped by, nor zero_grad() has dropped"
         return None
+
+    @property
+    def gathering(self) -> dict[str, torch.Tensor]:
+        """Gradients by name that an optimizer which steps less often than others has not stepped by."""
+        return {
+            parameter.name: parameter.stored.grad
+            for parameter in self.parameters
+            if parameter.stored.grad is not None and id(parameter.stored) not in self._backward.stepped
+        }
+
+    @property
+    def ever_stepped(self) -> frozenset[str]:
+        """Names of the parameters that an optimizer has stepped, under this plan or an earlier one."""
+        return frozenset(p.name for p in self.parameters if id(p.stored) in self._ever_stepped)
+
+    def remember_stepped(self, names: Collection[str]) -> None:
+        """Note parameters that were stepped under an earlier plan."""
+        self._ever_stepped.update(id(p.stored) for p in self.parameters if p.name in names)
 
     def close(self) -> None:
         """Undo the plan: modules are plain again, and register what is stored; no gradients are left."""

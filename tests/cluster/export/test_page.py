@@ -28,7 +28,11 @@ def page_of(folder: Path, *more: str, prices: tuple[str, str] = (PRICE % 8, PRIC
 
 
 def first_screen(page: Path) -> str:
-    found = page.read_text(encoding="utf8").partition("<body>")[2].partition('<div role="tablist"')[0]
+    found = (
+        page.read_text(encoding="utf8")
+        .partition('<body class="osdp">')[2]
+        .partition('<div role="tablist"')[0]
+    )
     return html.unescape(re.sub(r"<[^>]+>", " ", found))
 
 

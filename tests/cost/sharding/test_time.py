@@ -23,6 +23,7 @@ from tests.helpers.problems import random_device, random_model, random_problem
 
 SETTINGS = StepSettings(
     blocking=True,
+    scales=False,
     issues=False,
     overlap=0.75,
     mixed_overlap=0.25,
@@ -50,6 +51,14 @@ def units(modes: list[UnitStrategy], gather: list[float], reduce: list[float]) -
     }
     names = [field.name for field in dataclasses.fields(UnitCosts)]
     return UnitCosts(**{name: known.get(name, np.zeros(count)) for name in names})
+
+
+def test_the_only_gradient_of_a_bucket_is_scaled_where_the_backend_only_sums() -> None:
+    """It is the bucket, and a pass over it was not counted: a table of 9 MB took 1 ms of 28 longer."""
+    one = dataclasses.replace(units([NO_SHARD], [0.0], [0.0]), bucket=np.array([8.0]))
+    for scales, seconds in ((False, 0.0), (True, 2.0)):
+        settings = dataclasses.replace(SETTINGS, scales=scales, copy_bandwidth=4.0)
+        assert unit_seconds(one, RootUnitCost(), settings).silent.tolist() == [seconds]
 
 
 def test_where_nothing_is_sharded_an_all_reduce_is_hidden_as_measured_alone() -> None:
