@@ -3,16 +3,20 @@
 import contextlib
 import logging
 import mmap
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
-from threading import Lock
+from threading import Event, Lock, Thread
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from osdp.comm.objects import has_process_group, is_first
 from osdp.plan.plan import Plan
@@ -82,18 +86,85 @@ class _HostMemory:
         self._tensors: list[torch.Tensor] = []
         # A copy that was interrupted, as by Ctrl-C, goes on in its thread.
         self._lock = Lock()
+        #: Whether steps of optimizers need not wait for a copy of their states.
+        self.is_settled = Event()
+        self.is_settled.set()
+        self._handle = _hold_steps(self)
 
-    def copy(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Copies of ``tensors``, over those made before."""
+    def copy(self, tensors: list[torch.Tensor], places: Iterable[int]) -> list[torch.Tensor]:
+        """Copies of those of ``tensors`` at ``places``, over those made before, in place of all of them."""
         with self._lock:
             if [(t.shape, t.dtype) for t in tensors] != [(t.shape, t.dtype) for t in self._tensors]:
                 self._tensors.clear()  # before there are others
                 with torch.inference_mode(False):
                     self._tensors.extend(_on_large_pages(tensors))
-            if tensors:
+            pairs = [(self._tensors[place], tensors[place]) for place in places]
+            if pairs:
                 # In one call: between two, another thread that runs Python would make it wait.
-                torch._foreach_copy_(self._tensors, tensors)
+                torch._foreach_copy_([copy for copy, _ in pairs], [tensor for _, tensor in pairs])
             return list(self._tensors)
+
+    def close(self) -> None:
+        """Hold no more steps; called between two."""
+        self._handle.remove()
+
+
+def _hold_steps(memory: _HostMemory) -> RemovableHandle:
+    """Let steps of optimizers, which alone change their states, wait until these are copied."""
+    reference = weakref.ref(memory)
+
+    def wait(*_: object) -> None:
+        living = reference()
+        if living is not None:
+            living.is_settled.wait()
+
+    # Dynamo cannot trace it, and need not: it decides nothing about the step.
+    uncompiled: Any = torch.compiler.disable(wait)
+    return register_optimizer_step_pre_hook(uncompiled)
+
+
+class Copying:
+    """A copy that is being made.
+
+    Attributes:
+        result: All copies, or what went wrong.
+    """
+
+    def __init__(self) -> None:
+        self.result: Future[list[torch.Tensor]] = Future()
+        self._has_values = Event()
+
+    def make(
+        self,
+        memory: _HostMemory,
+        tensors: list[torch.Tensor],
+        later: frozenset[int],
+        watched: list[torch.Tensor],
+    ) -> None:
+        """Copy ``tensors``, those at the places ``later`` last; meanwhile nobody is to change ``watched``."""
+        versions = [tensor._version for tensor in watched]
+        try:
+            made = memory.copy(tensors, (place for place in range(len(tensors)) if place not in later))
+            self._has_values.set()
+            if later:
+                made = memory.copy(tensors, sorted(later))
+            if [tensor._version for tensor in watched] != versions:
+                raise RuntimeError(
+                    "optimizer states were changed in place while they were copied, which only steps wait "
+                    "for: call wait() of the save before"
+                )
+            self.result.set_result(made)
+        except BaseException as error:  # the other ranks wait
+            self.result.set_exception(error)
+        finally:
+            watched.clear()
+            memory.is_settled.set()
+            self._has_values.set()
+
+    def wait_for_values(self) -> BaseException | None:
+        """Wait until all but optimizer states are copied; what went wrong, if that is known by then."""
+        self._has_values.wait()
+        return self.result.exception() if self.result.done() else None
 
 
 def _on_large_pages(like: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
@@ -125,30 +196,50 @@ def _host_memory() -> WeakKeyDictionary[nn.Module, _HostMemory]:
 def forget_copy(model: nn.Module) -> None:
     """Give back the host memory of the last copy of ``model``, once it is saved."""
     wait_for_saves()
-    _host_memory().pop(model, None)
+    memory = _host_memory().pop(model, None)
+    if memory is not None:
+        memory.close()
 
 
-def start_copy(model: nn.Module, tensors: list[torch.Tensor]) -> Future[list[torch.Tensor]]:
+def start_copy(
+    model: nn.Module,
+    tensors: list[torch.Tensor],
+    states: Collection[int] = frozenset(),
+    optimizers: Iterable[Optimizer] = (),
+) -> Copying:
     """Start to copy ``tensors`` to host memory.
 
-    On CPUs a thread does it. What is on an accelerator is copied at once, in the order of the stream that is
-    current here, which is not that of another thread. No copy of the same model may be in use.
+    On CPUs a thread does it: optimizer states after all else, since nothing but the next step changes them,
+    which waits for that (as in DataStates-LLM: Maurya et al., HPDC 2024). What is on an accelerator is copied
+    at once, in the order of the stream that is current here, which is not that of another thread. No copy of
+    the same model may be in use.
 
-    Returns:
-        Of the copies, or of what went wrong.
+    Args:
+        model: The model, whose memory for copies is kept.
+        tensors: What is to be copied.
+        states: Places of those that are optimizer states.
+        optimizers: The optimizers that have them.
     """
-    memory = _host_memory().setdefault(model, _HostMemory())
+    memory = _host_memory().get(model)
+    if memory is None:
+        memory = _host_memory()[model] = _HostMemory()
+    copying = Copying()
     if any(tensor.device.type != "cpu" for tensor in tensors):
-        made: Future[list[torch.Tensor]] = Future()
-        try:
-            made.set_result(memory.copy(tensors))
-        except Exception as error:  # the other ranks wait
-            made.set_exception(error)
-        return made
-    thread = ThreadPoolExecutor(1, thread_name_prefix="osdp-copy")
-    copying = thread.submit(memory.copy, tensors)
-    thread.shutdown(wait=False)
+        copying.make(memory, tensors, frozenset(), [])
+        return copying
+    # What has no dimensions, such as a learning rate, others change as well; inference tensors do not tell.
+    later = frozenset(place for place in states if _tells_changes(tensors[place]))
+    # Operations of DTensors are counted by these, not by their shards.
+    held = [value for each in optimizers for state in each.state.values() for value in state.values()]
+    watched = [value for value in held if isinstance(value, torch.Tensor) and _tells_changes(value)]
+    watched += [tensors[place] for place in later]
+    memory.is_settled.clear()
+    Thread(target=copying.make, args=(memory, tensors, later, watched), name="osdp-copy").start()
     return copying
+
+
+def _tells_changes(tensor: torch.Tensor) -> bool:
+    return tensor.dim() > 0 and not tensor.is_inference()
 
 
 def room_fault(model: nn.Module, nbytes: int) -> ValueError | None:

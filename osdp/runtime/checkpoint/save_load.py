@@ -218,9 +218,10 @@ def save_async(
 ) -> AsyncSave:
     """As :func:`save`, while training goes on: only a copy of this rank's shards is waited for.
 
-    Every rank calls it. The copy lies in host memory, which is kept for the next one as long as the model
-    has this plan; on CPUs it counts against the plan's limit. The next save, and the next load, first wait
-    for the one before.
+    Every rank calls it. On CPUs optimizer states are copied while training goes on already; the next step of
+    an optimizer waits for that. Who changes them otherwise calls :meth:`~AsyncSave.wait` before. The copy
+    lies in host memory, which is kept for the next one as long as the model has this plan; on CPUs it counts
+    against the plan's limit. The next save, and the next load, first wait for the one before.
 
     Args:
         path: As for :func:`save`.
@@ -242,12 +243,15 @@ def save_async(
     mine = owned_part(_grouped(model, state), digests)
     folder = step_folder(path, step, keep_last)
     steps = Path(path).absolute()
-    tensors = list(local_tensors(mine))
+    parts = {name: list(local_tensors(part)) for name, part in mine.items()}
+    tensors = [tensor for part in parts.values() for tensor in part]
+    is_state = [name == "optimizer" for name, part in parts.items() for _ in part]
     nbytes = sum(tensor.nbytes for tensor in tensors)
     raise_together(room_fault(model, nbytes), "nothing was saved")
     if is_first():
         logger.info("a copy of this rank's shards takes %s of host memory", format_bytes(nbytes))
-    copying = start_copy(model, tensors)
+    states = [place for place, is_one in enumerate(is_state) if is_one]
+    copying = start_copy(model, tensors, states, _each(optimizer))
     try:
         kept = KeptState.of(
             _layout(model),
@@ -259,7 +263,7 @@ def save_async(
         ).packed()
         new = NewCheckpoint(folder)
     finally:
-        fault = copying.exception()  # it was made while ranks agreed
+        fault = copying.wait_for_values()  # copied while ranks agreed
     group = background_group()
     # Training does not wait until the copies are laid out. What they are of is not held after that.
     held = [mine]
@@ -268,7 +272,7 @@ def save_async(
         failed, laid_out = fault, {}
         try:
             if failed is None:
-                copies = iter(copying.result())
+                copies = iter(copying.result.result())
                 laid_out = map_local(held.pop(), lambda _: next(copies))
         except Exception as error:  # the other ranks wait
             failed = error

@@ -4,7 +4,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from threading import Event
+from threading import Event, Timer
 from typing import Any
 
 import pytest
@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from osdp.comm.objects import gather_objects
 from osdp.runtime import checkpoint
-from osdp.runtime.checkpoint import save_load
+from osdp.runtime.checkpoint import background, save_load
 from osdp.runtime.checkpoint.background import start_copy
 from osdp.runtime.checkpoint.local_tensors import (
     digest,
@@ -25,6 +25,7 @@ from osdp.runtime.checkpoint.local_tensors import (
     owned_part,
 )
 from tests.helpers.distributed import run
+from tests.helpers.nets import loss_of, tokens
 from tests.runtime.checkpoint.test_folder import trained
 
 
@@ -34,7 +35,7 @@ def shards_of(state: dict[str, Any]) -> dict[str, DTensor]:
 
 
 def copied(model: torch.nn.Module, state: dict[str, Any]) -> dict[str, Any]:
-    copies = iter(start_copy(model, list(local_tensors(state))).result())
+    copies = iter(start_copy(model, list(local_tensors(state))).result.result())
     found: dict[str, Any] = map_local(state, lambda _: next(copies))
     return found
 
@@ -67,13 +68,13 @@ def test_copies_have_storages_of_their_own() -> None:
     shapes = ((3, 5), (0, 4), (), (7,))
     tensors = [torch.randn(shape) for shape in shapes] + [torch.randn(4, 6).t(), torch.ones(3).bool()]
     for _ in range(2):
-        copies = start_copy(model, tensors).result()
+        copies = start_copy(model, tensors).result.result()
         assert all(map(torch.equal, copies, tensors))
         assert all(copy.untyped_storage().nbytes() == copy.nbytes for copy in copies)
         assert [copy.stride() for copy in copies] == [tensor.stride() for tensor in tensors]
     empty = [torch.zeros(0, 4)]
-    assert start_copy(model, empty).result()[0].shape == (0, 4)
-    assert start_copy(model, []).result() == []
+    assert start_copy(model, empty).result.result()[0].shape == (0, 4)
+    assert start_copy(model, []).result.result() == []
 
 
 def tensors_of(state: Any) -> Iterator[tuple[str, torch.Tensor]]:
@@ -187,6 +188,51 @@ def not_laid_out(path: str) -> None:
 
 def test_copies_that_cannot_be_laid_out_fail_the_save_on_all_ranks(tmp_path: Path) -> None:
     run(2, not_laid_out, str(tmp_path / "failed"))
+
+
+def states_copied_later(path: str) -> None:
+    model, optimizer = trained(1)
+    copy, may_copy = background._HostMemory.copy, Event()
+
+    def later(memory: Any, tensors: Any, places: Any) -> Any:
+        chosen = list(places)
+        if len(chosen) < len(tensors) and not {0} & set(chosen):
+            assert may_copy.wait(30)
+        return copy(memory, tensors, chosen)
+
+    def states() -> dict[str, torch.Tensor]:
+        found = shards_of(checkpoint.train_state(model, optimizer))
+        return {name: value.full_tensor().clone() for name, value in found.items()}
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(background._HostMemory, "copy", later)
+        # 1. The step waits, and what is saved is what there was.
+        before = states()
+        saving = checkpoint.save_async(path, model, optimizer)
+        batch = tokens(dist.get_rank(), 2, 6)
+        loss_of(model(batch), batch).backward()
+        Timer(0.2, may_copy.set).start()
+        optimizer.step()
+        assert may_copy.is_set()
+        saving.wait()
+        assert any(not torch.equal(value, before[name]) for name, value in states().items())
+        checkpoint.load(path, model, optimizer)
+        assert all(torch.equal(value, before[name]) for name, value in states().items())
+        # 2. Other changes are noticed on all ranks, and the checkpoint before stays.
+        may_copy.clear()
+        saving = checkpoint.save_async(path, model, optimizer)
+        if dist.get_rank() == 1:
+            for state in optimizer.state.values():
+                state["exp_avg"].zero_()
+        may_copy.set()
+        with pytest.raises(RuntimeError, match=r"rank 1: .*optimizer states were changed in place"):
+            saving.wait()
+    checkpoint.load(path, model, optimizer)
+    assert all(torch.equal(value, before[name]) for name, value in states().items())
+
+
+def test_states_are_copied_while_training_goes_on_and_steps_wait(tmp_path: Path) -> None:
+    run(2, states_copied_later, str(tmp_path / "later"))
 
 
 class WithState(torch.nn.Linear):
