@@ -3,9 +3,10 @@
 Seconds of saving and loading, on two ranks, in turns with torch's distributed checkpoint by hand, files
 synced on both sides, and read from disk as after a restart, or from the system's cache; of weights exported
 for transformers, in turns with its own ``save_pretrained`` of the gathered model; of the stall of a save in
-the background, beside a whole save by hand, and beside our own. Live bytes above those of training, in units
-of the plan. Each checkpoint of eleven layouts (plans, ranks, stages, tensor parallelism) is loaded
-under each other one. In a small checkpoint a thousand bits are changed or bytes lost, one at a time.
+the background (the call: optimizer states are copied after it, beside training), beside a whole save by hand,
+and beside our own. Live bytes above those of training, in units of the plan. Each checkpoint of eleven
+layouts (plans, ranks, stages, tensor parallelism) is loaded under each other one. In a small checkpoint a
+thousand bits are changed or bytes lost, one at a time.
 
     python -m benchmarks.checkpoint [--quick] [--json FILE]
 """

@@ -132,7 +132,7 @@ class Copying:
 
     def __init__(self) -> None:
         self.result: Future[list[torch.Tensor]] = Future()
-        self._has_values = Event()
+        self._has_values, self._may_go_on = Event(), Event()
 
     def make(
         self,
@@ -147,6 +147,8 @@ class Copying:
             made = memory.copy(tensors, (place for place in range(len(tensors)) if place not in later))
             self._has_values.set()
             if later:
+                # Not before training goes on, which it would take the core from.
+                self._may_go_on.wait()
                 made = memory.copy(tensors, sorted(later))
             if [tensor._version for tensor in watched] != versions:
                 raise RuntimeError(
@@ -160,6 +162,10 @@ class Copying:
             watched.clear()
             memory.is_settled.set()
             self._has_values.set()
+
+    def go_on(self) -> None:
+        """Copy optimizer states, too; called when training goes on."""
+        self._may_go_on.set()
 
     def wait_for_values(self) -> BaseException | None:
         """Wait until all but optimizer states are copied; what went wrong, if that is known by then."""

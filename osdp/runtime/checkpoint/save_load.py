@@ -253,41 +253,44 @@ def save_async(
     states = [place for place, is_one in enumerate(is_state) if is_one]
     copying = start_copy(model, tensors, states, _each(optimizer))
     try:
-        kept = KeptState.of(
-            _layout(model),
-            options.get("scheduler"),
-            step,
-            options.get("rng", False),
-            options.get("data"),
-            options.get("extra"),
-        ).packed()
-        new = NewCheckpoint(folder)
-    finally:
-        fault = copying.wait_for_values()  # copied while ranks agreed
-    group = background_group()
-    # Training does not wait until the copies are laid out. What they are of is not held after that.
-    held = [mine]
-
-    def write() -> None:
-        failed, laid_out = fault, {}
         try:
-            if failed is None:
-                copies = iter(copying.result.result())
-                laid_out = map_local(held.pop(), lambda _: next(copies))
-        except Exception as error:  # the other ranks wait
-            failed = error
-        try:
-            raise_together(failed, f"no checkpoint was saved at {folder}", group)
-        except Exception:
-            new.discard()
-            raise
-        try:
-            _write(new, laid_out, kept, group)
+            kept = KeptState.of(
+                _layout(model),
+                options.get("scheduler"),
+                step,
+                options.get("rng", False),
+                options.get("data"),
+                options.get("extra"),
+            ).packed()
+            new = NewCheckpoint(folder)
         finally:
-            laid_out.clear()  # an error's traceback would hold the copy
-        remove_older_steps(steps, keep_last)
+            fault = copying.wait_for_values()  # copied while ranks agreed
+        group = background_group()
+        # Training does not wait until the copies are laid out. What they are of is not held after that.
+        held = [mine]
 
-    return AsyncSave(write)
+        def write() -> None:
+            failed, laid_out = fault, {}
+            try:
+                if failed is None:
+                    copies = iter(copying.result.result())
+                    laid_out = map_local(held.pop(), lambda _: next(copies))
+            except Exception as error:  # the other ranks wait
+                failed = error
+            try:
+                raise_together(failed, f"no checkpoint was saved at {folder}", group)
+            except Exception:
+                new.discard()
+                raise
+            try:
+                _write(new, laid_out, kept, group)
+            finally:
+                laid_out.clear()  # an error's traceback would hold the copy
+            remove_older_steps(steps, keep_last)
+
+        return AsyncSave(write)
+    finally:
+        copying.go_on()  # beside training
 
 
 def _write(new: NewCheckpoint, state: State, kept: bytes, group: dist.ProcessGroup | None = None) -> None:
