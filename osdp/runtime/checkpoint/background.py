@@ -89,7 +89,7 @@ class _HostMemory:
         #: Whether steps of optimizers need not wait for a copy of their states.
         self.is_settled = Event()
         self.is_settled.set()
-        self._handle = _hold_steps(self)
+        self._handle: RemovableHandle | None = None
 
     def copy(self, tensors: list[torch.Tensor], places: Iterable[int]) -> list[torch.Tensor]:
         """Copies of those of ``tensors`` at ``places``, over those made before, in place of all of them."""
@@ -104,9 +104,17 @@ class _HostMemory:
                 torch._foreach_copy_([copy for copy, _ in pairs], [tensor for _, tensor in pairs])
             return list(self._tensors)
 
+    def hold_steps(self) -> None:
+        """Let steps wait from now on, until :attr:`is_settled` is set."""
+        # A save that failed may have left a copy under way, which would set it for this one.
+        self.is_settled.wait()
+        self._handle = self._handle or _hold_steps(self)
+        self.is_settled.clear()
+
     def close(self) -> None:
         """Hold no more steps; called between two."""
-        self._handle.remove()
+        if self._handle is not None:
+            self._handle.remove()
 
 
 def _hold_steps(memory: _HostMemory) -> RemovableHandle:
@@ -142,8 +150,8 @@ class Copying:
         watched: list[torch.Tensor],
     ) -> None:
         """Copy ``tensors``, those at the places ``later`` last; meanwhile nobody is to change ``watched``."""
-        versions = [tensor._version for tensor in watched]
         try:
+            versions = [tensor._version for tensor in watched]
             made = memory.copy(tensors, (place for place in range(len(tensors)) if place not in later))
             self._has_values.set()
             if later:
@@ -210,9 +218,10 @@ def forget_copy(model: nn.Module) -> None:
 def start_copy(
     model: nn.Module,
     tensors: list[torch.Tensor],
+    copying: Copying,
     states: Collection[int] = frozenset(),
     optimizers: Iterable[Optimizer] = (),
-) -> Copying:
+) -> None:
     """Start to copy ``tensors`` to host memory.
 
     On CPUs a thread does it: optimizer states after all else, since nothing but the next step changes them,
@@ -223,29 +232,37 @@ def start_copy(
     Args:
         model: The model, whose memory for copies is kept.
         tensors: What is to be copied.
+        copying: Holds what is made; nothing is made of ``states`` before its :meth:`~Copying.go_on`.
         states: Places of those that are optimizer states.
         optimizers: The optimizers that have them.
     """
     memory = _host_memory().get(model)
     if memory is None:
         memory = _host_memory()[model] = _HostMemory()
-    copying = Copying()
     if any(tensor.device.type != "cpu" for tensor in tensors):
         copying.make(memory, tensors, frozenset(), [])
-        return copying
-    # What has no dimensions, such as a learning rate, others change as well; inference tensors do not tell.
+        interruption = copying.result.exception()
+        if interruption is not None and not isinstance(interruption, Exception):
+            raise interruption
+        return
+    # Single numbers, such as a learning rate, others change as well; inference tensors do not tell.
     later = frozenset(place for place in states if _tells_changes(tensors[place]))
     # Operations of DTensors are counted by these, not by their shards.
     held = [value for each in optimizers for state in each.state.values() for value in state.values()]
     watched = [value for value in held if isinstance(value, torch.Tensor) and _tells_changes(value)]
     watched += [tensors[place] for place in later]
-    memory.is_settled.clear()
-    Thread(target=copying.make, args=(memory, tensors, later, watched), name="osdp-copy").start()
-    return copying
+    thread = Thread(target=copying.make, args=(memory, tensors, later, watched), name="osdp-copy")
+    memory.hold_steps()
+    try:
+        thread.start()
+    except BaseException:
+        if not thread.is_alive():
+            memory.is_settled.set()
+        raise
 
 
 def _tells_changes(tensor: torch.Tensor) -> bool:
-    return tensor.dim() > 0 and not tensor.is_inference()
+    return tensor.numel() > 1 and not tensor.is_inference()
 
 
 def room_fault(model: nn.Module, nbytes: int) -> ValueError | None:

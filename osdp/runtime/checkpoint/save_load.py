@@ -28,6 +28,7 @@ from osdp.comm.objects import has_process_group, is_first
 from osdp.plan.plan import Plan
 from osdp.runtime.checkpoint.background import (
     AsyncSave,
+    Copying,
     background_group,
     room_fault,
     start_copy,
@@ -63,6 +64,7 @@ from osdp.runtime.module.replaced import Replaced
 from osdp.runtime.ranks.shared_faults import gather_or_raise, raise_together
 from osdp.runtime.stages import StageLinks
 from osdp.text import format_bytes
+from osdp.torch_private.optimizers import is_stepping
 from osdp.torch_private.saving import in_one_process
 
 logger = logging.getLogger(__name__)
@@ -251,8 +253,13 @@ def save_async(
     if is_first():
         logger.info("a copy of this rank's shards takes %s of host memory", format_bytes(nbytes))
     states = [place for place, is_one in enumerate(is_state) if is_one]
-    copying = start_copy(model, tensors, states, _each(optimizer))
+    if any(map(is_stepping, _each(optimizer))) or _layout(model)[1] > 1:
+        # A step that calls a closure has passed where it would wait. Beside tensor parallelism some are laid
+        # out for the checkpoint, in memory that is not to be held beside a forward.
+        states = []
+    copying = Copying()
     try:
+        start_copy(model, tensors, copying, states, _each(optimizer))
         try:
             kept = KeptState.of(
                 _layout(model),

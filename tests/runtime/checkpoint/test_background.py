@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from osdp.comm.objects import gather_objects
 from osdp.runtime import checkpoint
 from osdp.runtime.checkpoint import background, save_load
-from osdp.runtime.checkpoint.background import start_copy
+from osdp.runtime.checkpoint.background import Copying, start_copy
 from osdp.runtime.checkpoint.local_tensors import (
     digest,
     in_exact_storage,
@@ -34,8 +34,14 @@ def shards_of(state: dict[str, Any]) -> dict[str, DTensor]:
     return {name: value for name, value in named.items() if isinstance(value, DTensor)}
 
 
+def copies_of(model: torch.nn.Module, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    copying = Copying()
+    start_copy(model, tensors, copying)
+    return copying.result.result()
+
+
 def copied(model: torch.nn.Module, state: dict[str, Any]) -> dict[str, Any]:
-    copies = iter(start_copy(model, list(local_tensors(state))).result.result())
+    copies = iter(copies_of(model, list(local_tensors(state))))
     found: dict[str, Any] = map_local(state, lambda _: next(copies))
     return found
 
@@ -68,13 +74,13 @@ def test_copies_have_storages_of_their_own() -> None:
     shapes = ((3, 5), (0, 4), (), (7,))
     tensors = [torch.randn(shape) for shape in shapes] + [torch.randn(4, 6).t(), torch.ones(3).bool()]
     for _ in range(2):
-        copies = start_copy(model, tensors).result.result()
+        copies = copies_of(model, tensors)
         assert all(map(torch.equal, copies, tensors))
         assert all(copy.untyped_storage().nbytes() == copy.nbytes for copy in copies)
         assert [copy.stride() for copy in copies] == [tensor.stride() for tensor in tensors]
     empty = [torch.zeros(0, 4)]
-    assert start_copy(model, empty).result.result()[0].shape == (0, 4)
-    assert start_copy(model, []).result.result() == []
+    assert copies_of(model, empty)[0].shape == (0, 4)
+    assert copies_of(model, []) == []
 
 
 def tensors_of(state: Any) -> Iterator[tuple[str, torch.Tensor]]:
@@ -190,6 +196,11 @@ def test_copies_that_cannot_be_laid_out_fail_the_save_on_all_ranks(tmp_path: Pat
     run(2, not_laid_out, str(tmp_path / "failed"))
 
 
+class Unsaved:
+    def state_dict(self) -> Any:
+        raise RuntimeError("cannot be saved")
+
+
 def states_copied_later(path: str) -> None:
     model, optimizer = trained(1)
     copy, may_copy = background._HostMemory.copy, Event()
@@ -218,7 +229,31 @@ def states_copied_later(path: str) -> None:
         assert any(not torch.equal(value, before[name]) for name, value in states().items())
         checkpoint.load(path, model, optimizer)
         assert all(torch.equal(value, before[name]) for name, value in states().items())
-        # 2. Other changes are noticed on all ranks, and the checkpoint before stays.
+        # 2. Inside of a step that calls a closure nothing is left for later.
+        may_copy.clear()
+        inside: list[Any] = []
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = loss_of(model(batch), batch)
+            loss.backward()
+            inside.append(checkpoint.save_async(path, model, optimizer))
+            return loss
+
+        optimizer.step(closure)
+        inside[0].wait()
+        after = states()
+        checkpoint.load(path, model, optimizer)
+        assert all(torch.equal(value, before[name]) for name, value in states().items())
+        assert any(not torch.equal(value, before[name]) for name, value in after.items())
+        # 3. Nor does a save that failed let the steps of the next one go.
+        with pytest.raises(RuntimeError, match="cannot be saved"):
+            checkpoint.save_async(path, model, optimizer, data=Unsaved())
+        Timer(0.2, may_copy.set).start()
+        checkpoint.save_async(path, model, optimizer).wait()
+        checkpoint.load(path, model, optimizer)
+        assert all(torch.equal(value, before[name]) for name, value in states().items())
+        # 4. Other changes are noticed on all ranks, and the checkpoint before stays.
         may_copy.clear()
         saving = checkpoint.save_async(path, model, optimizer)
         if dist.get_rank() == 1:
