@@ -247,19 +247,13 @@ def save_async(
     steps = Path(path).absolute()
     parts = {name: list(local_tensors(part)) for name, part in mine.items()}
     tensors = [tensor for part in parts.values() for tensor in part]
-    is_state = [name == "optimizer" for name, part in parts.items() for _ in part]
     nbytes = sum(tensor.nbytes for tensor in tensors)
     raise_together(room_fault(model, nbytes), "nothing was saved")
     if is_first():
         logger.info("a copy of this rank's shards takes %s of host memory", format_bytes(nbytes))
-    states = [place for place, is_one in enumerate(is_state) if is_one]
-    if any(map(is_stepping, _each(optimizer))) or _layout(model)[1] > 1:
-        # A step that calls a closure has passed where it would wait. Beside tensor parallelism some are laid
-        # out for the checkpoint, in memory that is not to be held beside a forward.
-        states = []
     copying = Copying()
     try:
-        start_copy(model, tensors, copying, states, _each(optimizer))
+        start_copy(model, tensors, copying, _copied_later(model, optimizer, parts), _each(optimizer))
         try:
             kept = KeptState.of(
                 _layout(model),
@@ -298,6 +292,20 @@ def save_async(
         return AsyncSave(write)
     finally:
         copying.go_on()  # beside training
+
+
+def _copied_later(
+    model: nn.Module, optimizer: Optimizers | None, parts: Mapping[str, Sequence[torch.Tensor]]
+) -> list[int]:
+    """Places in all ``parts`` of the optimizer states that may be copied when training goes on.
+
+    A step that calls a closure has passed where it would wait. Beside tensor parallelism some states are laid
+    out for the checkpoint, in memory that is not to be held beside a forward.
+    """
+    if any(map(is_stepping, _each(optimizer))) or _layout(model)[1] > 1:
+        return []
+    names = [name for name, part in parts.items() for _ in part]
+    return [place for place, name in enumerate(names) if name == "optimizer"]
 
 
 def _write(new: NewCheckpoint, state: State, kept: bytes, group: dist.ProcessGroup | None = None) -> None:

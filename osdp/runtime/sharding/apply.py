@@ -80,10 +80,7 @@ def apply_sharding(
     backwards, computation = backwards or Backwards(), computation or Computation()
     sharding = plan.stages[stage].sharding
     control = Control.over(mesh)
-    check_together(control, lambda: is_on_meta(model))
-    on_meta = is_on_meta(model)
-    # As under FSDP's sync_module_states, other ranks may have been given no values.
-    receives = first_rank_has_values(control, on_meta) and on_meta and fill is None
+    on_meta, receives = _where_values_are(control, model, given=fill is not None)
     by_modules = fill is None and computation.param_init_fn is None and not receives
     check_together(control, lambda: _check_given(model, plan, stage, mesh, backwards, by_modules))
     check_alike(control, model, plan, stage, **asdict(backwards))
@@ -96,15 +93,12 @@ def apply_sharding(
     # 2. Rank 0's values everywhere, each parameter as the plan stores it.
     if fill is None:
         _start_buffers(model, mesh, receives)
-    owned, recomputed = _distribute(
-        model, sharding, storage, mesh, whole_mesh, policy, computation, receives=receives
-    )
+    owned, recomputed = _distribute(model, sharding, storage, mesh, whole_mesh, policy, computation, receives)
     # 3. Values for what is still on meta, now in shards.
     if fill is not None:
         fill(owned)
     elif on_meta and not receives:
-        lost = _initialise(model, owned, mesh, storage, computation)
-        check_together(control, lambda: refuse_blank(lost, given=computation.param_init_fn is not None))
+        _initialise(control, model, owned, mesh, storage, computation)
     _check_unused(storage, backwards)
     # 4. The handle. Where something is sharded, replicated gradients have a group of their own.
     parameters = PlannedParameters.stored_as(model, sharding, storage, owned, policy.param_dtype, mesh)
@@ -134,6 +128,18 @@ def apply_sharding(
     return applied
 
 
+def _where_values_are(control: Control | None, model: nn.Module, *, given: bool) -> tuple[bool, bool]:
+    """Whether the model is on ``meta``, and whether it then receives rank 0's values.
+
+    As under FSDP's ``sync_module_states``, other ranks may have been built without any. Values that are
+    ``given`` otherwise are not received.
+    """
+    check_together(control, lambda: is_on_meta(model))
+    on_meta = is_on_meta(model)
+    has_values = first_rank_has_values(control, on_meta)
+    return on_meta, on_meta and has_values and not given
+
+
 def _distribute(
     model: nn.Module,
     sharding: ShardingPlan,
@@ -142,7 +148,6 @@ def _distribute(
     whole_mesh: DeviceMesh,
     policy: MixedPrecisionPolicy,
     computation: Computation,
-    *,
     receives: bool,
 ) -> tuple[dict[str, ParameterSites], tuple[Recomputed, ...]]:
     """Store each parameter of ``model`` as planned, with rank 0's values unless it is on meta.
@@ -189,14 +194,15 @@ def _distribute(
 
 
 def _initialise(
+    control: Control | None,
     model: nn.Module,
     owned: dict[str, ParameterSites],
     mesh: DeviceMesh,
     storage: ParameterStorage,
     computation: Computation,
-) -> list[str]:
-    """Initialise a model that is on meta, in shards; names of what nothing initialised."""
-    return materialise(
+) -> None:
+    """Initialise a model that is on meta, in shards; raises on all ranks if nothing initialises a part."""
+    lost = materialise(
         model,
         owned,
         mesh,
@@ -204,6 +210,7 @@ def _initialise(
         offloaded=storage.offloaded,
         param_init_fn=computation.param_init_fn,
     )
+    check_together(control, lambda: refuse_blank(lost, given=computation.param_init_fn is not None))
 
 
 def _make_reducer(
