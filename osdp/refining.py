@@ -4,16 +4,19 @@
 
     2 steps to settle | 4 recorded | ranks compare, rank 0 searches | switch or end | 2 steps to settle | ...
 
-All ranks do the same at the same step. A plan that turns out slower than the one before is left again.
+Steps between which the batch has changed are recorded once more. All ranks do the same at the same step. A
+plan that turns out slower than the one before is left again.
 """
 
 import logging
-from collections.abc import Sequence
+import math
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from statistics import fmean, median, mode
 from typing import Protocol
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -37,6 +40,7 @@ from osdp.runtime.ranks.control import Control
 from osdp.runtime.ranks.participants import GATHER, REDUCE
 from osdp.runtime.running import RunningModel
 from osdp.runtime.step_recorder import RecordedStep, StepRecorder
+from osdp.tracing.sample_batch import BatchMix
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +52,8 @@ ROUNDS = 4
 HORIZON = 1000
 #: Forwards after which an optimizer should have stepped.
 _PATIENCE = 50
+
+_IN_STEP = "forwards run inside of optimizer.step(closure)"
 
 
 class Refinable(Protocol):
@@ -65,17 +71,53 @@ class Refinable(Protocol):
         """Go on under another plan."""
 
 
+def check_can_refine(device: str, described: object, plan: Plan | None) -> None:
+    """Raise where refining cannot be, before a model is measured and wrapped.
+
+    Args:
+        device: The type of device that it runs on.
+        described: What it is described with.
+        plan: A finished plan for it, if there is one.
+
+    Raises:
+        ValueError: Steps on such devices are not timed, or such a plan is not searched again.
+    """
+    _check_timed(device)
+    if isinstance(described, BatchMix):
+        raise ValueError(
+            "refining compares steps of one shape, and a BatchMix has several: leave refine= out, or pass "
+            "the largest batch"
+        )
+    if plan is not None:
+        basis_of(plan)
+
+
+def check_alike(mesh: DeviceMesh, *, refines: bool) -> None:
+    """Raise on all ranks unless all of them refine the plan, or none.
+
+    Raises:
+        ValueError: Some do.
+    """
+    control = Control.over(mesh)
+    if control is not None and not control.agree(refines, "whether the other ranks refine the plan"):
+        raise ValueError("ranks differ in refine=: pass the same on all of them")
+
+
+def _check_timed(device: str) -> None:
+    if device != "cpu":
+        raise ValueError(
+            "refine times collectives that the host waits for, as gloo's are; on accelerators call "
+            "model.switch(plan, optimizer) with a plan of osdp.what_if"
+        )
+
+
 def check_refinable(model: Refinable) -> None:
     """Raise unless plans like the one of ``model`` can be refined.
 
     Raises:
         ValueError: Nothing can be timed, or the plan cannot be searched again.
     """
-    if device_of(model._applied.mesh).type != "cpu":
-        raise ValueError(
-            "refine times collectives that the host waits for, as gloo's are; on accelerators call "
-            "model.switch(plan, optimizer) with a plan of osdp.what_if"
-        )
+    _check_timed(device_of(model._applied.mesh).type)
     basis_of(model.plan)
 
 
@@ -154,6 +196,8 @@ class Refiner:
         self._seconds_before = 0.0
         self._counter: RemovableHandle | None = None
         self._forwards = self._held_up = 0
+        #: Whether steps are recorded once more, since the batch changed between them.
+        self._again = False
         if optimizers:
             self._follow(optimizers)
 
@@ -164,8 +208,14 @@ class Refiner:
     def _count(self, *_: object) -> None:
         self._steps += 1
 
-    def before_forward(self) -> None:
-        """Go on at the beginning of a step; called before every forward."""
+    def before_forward(self, scheduled: int = 0) -> None:
+        """Go on at the beginning of a step; called before every forward.
+
+        Args:
+            scheduled: Microbatches that ``train_step`` is about to run; 0 in a loop of one's own.
+        """
+        if self._recorder is not None:
+            self._recorder.scheduled = scheduled
         if self.result is not None or not torch.is_grad_enabled():
             return
         if self._model.plan is not self._plan:
@@ -183,6 +233,7 @@ class Refiner:
         elif self._recorder is None:
             ends = [each.module for each in stretches_of(self._basis.model_desc) if each.module]
             self._recorder = StepRecorder(self._model._applied.sharded, ends, self._optimizers)
+            self._recorder.scheduled = scheduled
         else:
             self._recorder.close()
             recorded, self._recorder = self._recorder.steps[-RECORDED:], None
@@ -191,7 +242,7 @@ class Refiner:
     def _waiting_for(self) -> str | None:
         """What has to come before the model is between two steps; ``None`` if it is."""
         if self._model._optimizer_check.is_in_step:
-            return "forwards run inside of optimizer.step(closure)"
+            return _IN_STEP
         return self._model._applied.sharded.waiting_for
 
     def _tell_of(self, waiting_for: str) -> None:
@@ -245,10 +296,15 @@ class Refiner:
 
     def _decide(self, recorded: list[RecordedStep]) -> None:
         plan, group = self._model.plan, self._model._applied.mesh.get_group()
+        trained = [each for each in self._model._applied.stored_parameters() if each.requires_grad]
         # What the optimizer does decides how much memory plans have to leave.
-        plan = replace(plan, training=as_stepped(plan.training, self._optimizers))
+        plan = replace(plan, training=as_stepped(plan.training, self._optimizers, trained))
         control = Control.over(self._model._applied.mesh)
         everyone = [recorded] if control is None else control.gather(recorded, "the refinement of the plan")
+        if not self._again and any(len({step.batch for step in steps}) > 1 for steps in everyone):
+            self._again, self._steps_at_start = True, self._steps - SETTLING
+            return
+        self._again = False
         measured = combined(everyone, plan, self._basis.profile_at(plan.local_batch))
         seconds = max(median(step.seconds for step in steps) for steps in everyone)
         self._most = max(self._most, measured.local_batch)
@@ -272,7 +328,7 @@ class Refiner:
                     plan,
                     self._basis,
                     measured,
-                    steps_left=self._steps_left,
+                    steps_left=max(self._steps_left - self._steps, 0),
                     known_links=self._known,
                     most=self._most,
                 )
@@ -286,16 +342,19 @@ class Refiner:
             self._end(seconds, found)
             return
         self._basis, self._known = found.basis, found.known_links
-        tried = any(found.plan.sharding.units == other.sharding.units for other, _ in self._measured)
+        tried = any(runs_as(found.plan) == runs_as(other) for other, _ in self._measured)
+        is_last = self._round >= ROUNDS
         if found.takes and self._keeps:
             wins = f"another would be {1 - found.then / found.now:.1%} faster" if found.fits else found.reason
             self._end(seconds, f"the plan was given, and is kept: {wins}")
-        elif not found.takes or (found.fits and tried) or self._round == ROUNDS:
+        elif not found.takes or (found.fits and (tried or is_last)):
             self._end(seconds, found.reason if not found.takes else "plans are not searched any further")
-        else:
-            if not found.fits:
-                self._measured.clear()  # there is no way back
+        elif found.fits:
             self._switch(found.plan, seconds)
+        else:
+            self._measured.clear()  # there is no way back
+            if self._switch(found.plan, seconds) and is_last:
+                self._end(seconds, found.reason)
 
     def _switch(self, plan: Plan, seconds: float) -> bool:
         """Switch to ``plan``, or end; whether it was done."""
@@ -333,9 +392,24 @@ class Refiner:
             logger.info("%s", self.result)
 
 
-def as_stepped(training: Training, optimizers: Sequence[Optimizer]) -> Training:
-    """``training`` with the only optimizer that steps, as it is; of several, or unknown ones, as planned."""
+def runs_as(plan: Plan) -> Hashable:
+    """What a plan decides: equal for plans under which a model does the same."""
+    sharding = plan.sharding
+    decisions = tuple(replace(decision, reason="") for decision in sharding.decisions)
+    return sharding.units, decisions, sharding.recomputed, sharding.reduce_each_microbatch
+
+
+def as_stepped(
+    training: Training, optimizers: Sequence[Optimizer], trained: Sequence[torch.Tensor]
+) -> Training:
+    """``training`` with the only optimizer that steps, as it is; of several, or unknown ones, as planned.
+
+    One that steps on a part of what is trained says nothing of what the rest will need.
+    """
     if len(optimizers) != 1 or training.matrix_optimizer is not None:
+        return training
+    stepped = {id(parameter) for group in optimizers[0].param_groups for parameter in group["params"]}
+    if any(id(parameter) not in stepped for parameter in trained):
         return training
     try:
         return Training.from_optimizer(
@@ -360,22 +434,30 @@ def combined(everyone: Sequence[Sequence[RecordedStep]], plan: Plan, profile: Pr
         profile: The profile that it was made with, for the batch where none was seen.
     """
     slowest = max(everyone, key=lambda steps: median(_compute(step) for step in steps))
-    names = [name for name in slowest[0].forward if all(name in s.forward for s in slowest)]
-    stretches = tuple(
-        StretchTime(name, median(s.forward[name] for s in slowest), median(s.backward[name] for s in slowest))
-        for name in names
-        if all(name in step.backward for step in slowest)
-    )
+    samples = max(step.samples for steps in everyone for step in steps)
+    # Of most steps: one whose backward failed, and that was repeated, has a forward more.
+    microbatches = mode(step.batch[1] for step in slowest)
     return StepMeasurement(
-        local_batch=max(step.samples for steps in everyone for step in steps) or profile.local_batch,
-        # Of most steps: one whose backward failed, and that was repeated, has a forward more.
-        microbatches=mode(step.microbatches for step in slowest),
-        stretches=stretches,
+        local_batch=samples or profile.local_batch,
+        microbatches=microbatches,
+        forward=_stretches([step.forward for step in slowest]),
+        backward=_stretches([step.backward for step in slowest]),
         collectives=_collectives(everyone, plan),
         backward_seconds=median(step.backward_seconds for step in slowest),
         optimizer_seconds=median(step.optimizer_seconds for step in slowest),
-        spread=relative_spread([step.seconds for step in slowest]),
+        reductions=min(max(mode(step.reductions for step in slowest), 1), microbatches),
+        is_scheduled=all(step.scheduled > 0 for step in slowest),
+        in_cpu_time=slowest[0].in_cpu_time,
+        spread=relative_spread([step.seconds for step in slowest]) / math.sqrt(len(slowest)),
     )
+
+
+def _stretches(steps: Sequence[dict[tuple[str, ...], float]]) -> tuple[StretchTime, ...]:
+    """Medians over steps; if other marks were read in some of them, of all stretches together."""
+    if any(step.keys() != steps[0].keys() for step in steps):
+        names = tuple(dict.fromkeys(name for step in steps for modules in step for name in modules))
+        return (StretchTime(names, median(sum(step.values()) for step in steps)),)
+    return tuple(StretchTime(modules, median(step[modules] for step in steps)) for modules in steps[0])
 
 
 def _compute(step: RecordedStep) -> float:
@@ -390,16 +472,19 @@ def _collectives(everyone: Sequence[Sequence[RecordedStep]], plan: Plan) -> tupl
         if unit.mode is not Mode.HYBRID_SHARD and not unit.route.in_two_steps
     }
     found = []
+    together = list(zip(*everyone, strict=True))
     for unit, code in everyone[0][0].collectives:
-        each = [[step.collectives.get((unit, code), []) for step in steps] for steps in everyone]
-        counts = {len(times) for steps in each for times in steps}
-        if unit not in flat or code not in names or len(counts) > 1:
+        if unit not in flat or code not in names:
+            continue
+        # By step, what each rank timed. An evaluation or a repeated step has others than most.
+        steps = [[step.collectives.get((unit, code), []) for step in ranks] for ranks in together]
+        count = mode(len(timed) for ranks in steps for timed in ranks)
+        alike = [ranks for ranks in steps if all(len(timed) == count for timed in ranks)]
+        if not count or not alike:
             continue
         # For each step the mean over its collectives of the least seconds of any rank.
         means = [
-            fmean(min(seconds for _, seconds in ranks) for ranks in zip(*step, strict=True))
-            for step in zip(*each, strict=True)
+            fmean(min(seconds for _, seconds in each) for each in zip(*ranks, strict=True)) for ranks in alike
         ]
-        nbytes = each[0][0][0][0]
-        found.append(CollectiveTime(names[code], "world", nbytes, median(means), counts.pop()))
+        found.append(CollectiveTime(names[code], "world", alike[0][0][0][0], median(means), count))
     return tuple(found)

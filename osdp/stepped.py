@@ -67,7 +67,7 @@ class Stepped:
             ValueError: The batch is smaller than ``num_microbatches`` or differs between ranks that share it,
                 the schedule cannot run, or the sequences cannot be cut in this way.
         """
-        self._before_step()
+        self.begin_step(num_microbatches or self.plan.training.microbatches)
         slicing = None
         if token_slices is None:
             token_slices = self.plan.token_slices
@@ -79,8 +79,12 @@ class Stepped:
             inputs, targets, loss_fn, num_microbatches=num_microbatches, schedule=schedule, slicing=slicing
         )
 
-    def _before_step(self) -> None:
-        """Called before the forward of a step: where a model may go on under another plan."""
+    def begin_step(self, num_microbatches: int = 0) -> None:
+        """Called before a step: where a model may go on under another plan.
+
+        Args:
+            num_microbatches: Microbatches that are about to run; 0 for a single forward.
+        """
 
     @cached_property
     def _slicer(self) -> "Slicer":

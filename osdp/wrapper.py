@@ -24,7 +24,7 @@ from osdp.options import ESTIMATED, PlanOptions, check_known, complete, lists_op
 from osdp.plan.measured import MemoryReport
 from osdp.plan.plan import Plan
 from osdp.refine.refinement import Refinement
-from osdp.refining import HORIZON, Refiner, check_refinable, check_refine
+from osdp.refining import HORIZON, Refiner, check_alike, check_can_refine, check_refine
 from osdp.resolve import Asked, applied_model, check_reuse
 from osdp.runtime import ShardedModel
 from osdp.runtime.checkpoint import load_pretrained
@@ -32,7 +32,7 @@ from osdp.runtime.checkpoint.background import forget_copy
 from osdp.runtime.checkpoint.pretrained import save_as_transformers
 from osdp.runtime.computation import Computation
 from osdp.runtime.measured_steps import MeasuredSteps
-from osdp.runtime.mesh import data_parallel_axis
+from osdp.runtime.mesh import data_parallel_axis, device_type
 from osdp.runtime.module.moved import check_not_moved
 from osdp.runtime.module.plain import Wrapped, check_plain
 from osdp.runtime.module.plain_states import laid_out_like
@@ -181,15 +181,19 @@ class OSDP(Stepped, Wrapped, PlannedModule, nn.Module):
             computation,
         ).beside_marks(model)
         check_reuse(model, asked)
+        if refine:
+            device = device_type(model) if mesh is None else device_of(mesh).type
+            check_can_refine(device, asked.model_desc, asked.plan)
         fsdp_arguments.check_device(options.get("device_id"), model, mesh)
         before = PlainParameters(model)
         backwards = Backwards(asked.find_unused_parameters, asked.options["double_backward"])
         self.__dict__["_settings"] = backwards, asked.computation
         self.__dict__["_refiner"], self.__dict__["_plan_was_given"] = None, plan is not None
         self._own(applied_model(model, asked), before)
+        if self.plan.is_whole:
+            check_alike(self.mesh, refines=bool(refine))
         if refine:
             self._check_alone()
-            check_refinable(self)
             self.__dict__["_refiner"] = Refiner(self, (), HORIZON, keeps=plan is not None)
 
     # What can be passed is what __init__ takes: that is what help() and inspect.signature() are to show.
@@ -236,12 +240,20 @@ class OSDP(Stepped, Wrapped, PlannedModule, nn.Module):
             RuntimeError: It is cut into stages, of which this rank has only some.
         """
         self._check_alone()
-        self._before_step()
+        self.begin_step()
         return self._applied.forward(*args, **kwargs)
 
-    def _before_step(self) -> None:
+    def begin_step(self, num_microbatches: int = 0) -> None:
+        """Where a plan is refined, and the model is between two steps, this may switch it.
+
+        Forwards and :meth:`train_step` call it; others need it only where forwards run inside of
+        ``optimizer.step(closure)``, which is no place to switch in.
+
+        Args:
+            num_microbatches: Microbatches that ``train_step`` is about to run.
+        """
         if self._refiner is not None:
-            self._refiner.before_forward()
+            self._refiner.before_forward(num_microbatches)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Backwards inside keep their gradients; the first one outside reduces them all.

@@ -13,6 +13,9 @@ from osdp import OSDP, DeviceInfo, ModelDesc, Plan, Training, make_plan
 from osdp.profiler.roofline import estimate
 from osdp.refine.refinement import Refinement
 from osdp.refining import RECORDED, SETTLING
+from osdp.runtime.ranks.participants import GATHER
+from osdp.runtime.step_recorder import StepRecorder
+from osdp.tracing.sample_batch import BatchMix
 from tests.helpers.devices import known_device
 from tests.helpers.distributed import run
 from tests.helpers.plans import plan_by_hand
@@ -359,6 +362,116 @@ def test_an_optimizer_that_is_not_known_is_told_of_once() -> None:
     said, other = run(2, steps_by_an_unknown_optimizer)
     assert len(said) == 1 and "no optimizer of torch.optim has stepped" in said[0]
     assert other == []
+
+
+def accumulates_without_no_sync() -> None:
+    """Four backwards a step under a plan for one: each of them reduces, before and after a switch."""
+    model = made(refine=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    reference, rank, world = net(), dist.get_rank(), dist.get_world_size()
+    theirs = torch.optim.AdamW(reference.parameters(), lr=1e-3)
+    for index in range(36):
+        for each in (optimizer, theirs):
+            each.zero_grad()
+        for part in range(4):
+            seed = 100 * index + 10 * part
+            (loss_of(model(batch_of(seed + rank, SEEN))) / 4).backward()
+            for other in range(world):
+                (loss_of(reference(batch_of(seed + other, SEEN))) / 4 / world).backward()
+        optimizer.step()
+        theirs.step()
+    found = model.refinement
+    assert found is not None and found.after.training.microbatches == 4
+    assert found.after.reduce_each_microbatch and found.found.options.reduce_each is True
+    for name, parameter in model.named_parameters():
+        assert difference(whole(parameter), reference.get_parameter(name)) < 1e-9, name
+
+
+def test_a_loop_that_reduces_every_backward_is_refined_as_it_runs() -> None:
+    run(2, accumulates_without_no_sync)
+
+
+def trains_a_part_first() -> list[str]:
+    """SGD on the head alone, and AdamW on everything when that is refined."""
+    model = made(refine=True)
+    head = torch.optim.SGD(model.module[-1].parameters(), lr=1e-3)
+    for index in range(20):
+        step_on(model, head, index, PLANNED)
+    assert model.plan.training.optimizer == "AdamW"
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for index in range(20):
+        step_on(model, optimizer, index, PLANNED)
+    return sorted({str(mode) for mode in model.plan.modes.values()})
+
+
+def test_a_light_optimizer_of_a_part_does_not_take_the_memory_of_a_later_one() -> None:
+    """The plan was made anew for SGD, and the first step of AdamW raised in the middle of training."""
+    first, second = run(2, trains_a_part_first)
+    assert first == second
+
+
+def has_batches_of_two_sizes() -> int:
+    model = made(refine=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for index in range(36):
+        # The batch grows between the steps that are recorded.
+        step_on(model, optimizer, index, PLANNED if index < SETTLING + 3 else SEEN)
+    found = model.refinement
+    assert found is not None and found.after.local_batch == SEEN
+    assert found.steps >= SETTLING + 2 * RECORDED
+    return found.switches
+
+
+def test_steps_between_which_the_batch_grew_are_recorded_again() -> None:
+    """The time of a step was half of small and half of large batches, and another plan looked slower."""
+    first, second = run(2, has_batches_of_two_sizes)
+    assert first == second >= 1
+
+
+def marks_two_forwards_of_one_backward() -> tuple[list[Any], list[Any]]:
+    desc, device, profile = planned()
+    plan = make_plan(None, desc, device, training=TRAINING, profile=profile, strategy="FULL_SHARD")
+    model = OSDP(net(), plan=plan)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    recorder = StepRecorder(model._applied.sharded, ["0", "1", "2"], [optimizer])
+    pair = [model(batch_of(seed, PLANNED)) for seed in (1, 2)]
+    with torch.no_grad():
+        model(batch_of(3, PLANNED))  # an evaluation, whose collectives are none of the step's
+    sum(map(loss_of, pair)).backward()  # type: ignore[union-attr]
+    optimizer.step()
+    (step,) = recorder.steps
+    assert step.batch == (PLANNED, 2) and step.reductions == 1
+    gathers = {len(found) for (_, code), found in step.collectives.items() if code == GATHER}
+    assert gathers == {3}
+    return list(step.forward), list(step.backward)
+
+
+def test_two_forwards_of_one_backward_are_marked_apart() -> None:
+    """Marks of the second were left out, and all of its backward was charged to one block of the first."""
+    for forward, backward in run(2, marks_two_forwards_of_one_backward):
+        assert forward == [("0",), ("1",), ("2",), ("",)]
+        assert backward == [("",), ("2",), ("1",), ("0",)]
+
+
+def asks_for_what_cannot_be() -> list[str]:
+    said = []
+    model = net()
+    mix = BatchMix([batch_of(0, PLANNED), batch_of(0, SEEN)])
+    with pytest.raises(ValueError) as caught:
+        OSDP(model, mix, "1GiB", loss_fn=loss_of, training=TRAINING, refine=True)
+    said.append(str(caught.value))
+    desc, device, profile = planned()
+    # Nothing has been changed by that.
+    OSDP(model, desc, device, training=TRAINING, profile=profile, loss_fn=loss_of)
+    with pytest.raises(ValueError) as caught:
+        made(refine=dist.get_rank() == 0)
+    return [*said, str(caught.value)]
+
+
+def test_what_cannot_be_refined_is_refused_before_the_model_is_wrapped() -> None:
+    for mix, ranks in run(2, asks_for_what_cannot_be):
+        assert "a BatchMix has several" in mix
+        assert "ranks differ in refine=" in ranks
 
 
 def refuses() -> list[str]:

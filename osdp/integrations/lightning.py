@@ -98,6 +98,14 @@ class OSDPStrategy(TrainerStrategy):
                     kept.enter_context(model.no_sync())
             yield
 
+    def optimizer_step(
+        self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **options: Any
+    ) -> Any:
+        """Step. Forwards run inside of it, so that a plan that is refined changes before."""
+        for wrapped in _wrapped_in(self._lightning_model):
+            wrapped.begin_step()
+        return super().optimizer_step(optimizer, closure, model, **options)
+
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Nothing: :meth:`save_checkpoint` saves the model by its shards."""
         return {}

@@ -22,6 +22,8 @@ class SearchOptions:
         offload: Whether sharded units may be offloaded to host memory.
         two_step: Whether collectives over all ranks must go in two steps (``True``) or must not (``False``);
             ``None`` allows both.
+        reduce_each: Whether gradients of several microbatches must be reduced in each backward, or once a
+            step; ``None`` allows both.
     """
 
     allowed: tuple[Mode, ...] = tuple(Mode)
@@ -30,6 +32,7 @@ class SearchOptions:
     recompute: bool = False
     offload: bool = False
     two_step: bool | None = None
+    reduce_each: bool | None = None
 
     @property
     def needs_groups(self) -> bool:

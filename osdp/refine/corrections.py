@@ -12,7 +12,7 @@ memory                 activations, where more bytes were alive than predicted; 
 =====================  =====================================================================================
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 from osdp.cost.evaluate import solution_of
@@ -27,11 +27,13 @@ from osdp.plan.plan import Plan
 from osdp.refine.link_times import LinkKey, key_of, with_measured_links
 from osdp.refine.measurement import StepMeasurement, StretchTime
 from osdp.refine.segment_times import with_measured_times, with_more_activations
+from osdp.refine.stretches import end_of_model
 
 #: Relative error of a backward from which its all-reduces are said to be of another speed.
 _CLOSE = 0.005
-#: Powers of two that links may be slower, or faster, than was thought.
-_RANGE = 10.0
+#: Powers of two that links may be slower, or faster, than was thought: that they are slow is seen, that they
+#: are fast only where nothing else was in the backward.
+_SLOWER, _FASTER = 10.0, 4.0
 #: Halvings of an interval, enough for any float that matters here.
 _HALVINGS = 40
 #: Times that activations may be larger than was thought.
@@ -80,34 +82,45 @@ def corrected(
     training = replace(plan.training, local_batch=measured.local_batch, microbatches=measured.microbatches)
     before = basis.profile_at(plan.local_batch)
     profile = profile_at_batch(before, basis.model_desc, measured.local_batch)
-    profile = _with_compute(profile, basis, plan, measured)
+    times = (_in_profile(each, basis, profile, measured) for each in (measured.forward, measured.backward))
+    profile = with_measured_times(profile, basis.model_desc, plan.sharding.recomputed, *times)
     found = replace(basis, trainings=(training,), profiles=(profile,))
     device, known = with_measured_links(basis.device, measured.collectives, known_links)
     device, known = _with_all_reduces(plan, replace(found, device=device), measured, known)
     found = replace(found, device=device)
     profile = _with_optimizer(plan, found, measured.optimizer_seconds)
     found = replace(found, profiles=(profile,))
-    return Corrected(_with_memory(plan, found, measured.peak_bytes), known)
+    return Corrected(_with_memory(plan, found, measured), known)
 
 
-def problem_of(plan: Plan, basis: Basis) -> tuple[ShardingProblem, ShardingSolution]:
-    """The step of ``plan`` under the only training of ``basis``, which may differ from its own."""
+def problem_of(
+    plan: Plan, basis: Basis, *, reduces_each: bool | None = None
+) -> tuple[ShardingProblem, ShardingSolution]:
+    """The step of ``plan`` under the only training of ``basis``, which may differ from its own.
+
+    Args:
+        plan: The plan.
+        basis: What it runs on.
+        reduces_each: Whether every backward reduces its gradients; as the plan says if ``None``.
+    """
     problem = build_problem(
         basis.model_desc,
         basis.profiles[0],
         basis.device,
         basis.trainings[0],
-        reduce_each=plan.reduce_each_microbatch,
+        reduce_each=plan.reduce_each_microbatch if reduces_each is None else reduces_each,
     )
     return solution_of(problem, plan.sharding)
 
 
-def _with_compute(profile: Profile, basis: Basis, plan: Plan, measured: StepMeasurement) -> Profile:
-    # Measured profiles count seconds of a core that a rank has to itself.
-    share = basis.device.ranks_per_core if profile.measured else 1
-    each = share * measured.microbatches
-    times = [StretchTime(t.module, t.forward / each, t.backward / each) for t in measured.stretches]
-    return with_measured_times(profile, basis.model_desc, plan.sharding.recomputed, times)
+def _in_profile(
+    times: Sequence[StretchTime], basis: Basis, profile: Profile, measured: StepMeasurement
+) -> list[StretchTime]:
+    """Times of one microbatch, in the seconds that the profile counts."""
+    ranks = basis.device.ranks_per_core
+    # Measured profiles count seconds of a core that a rank has to itself, estimated ones those that pass.
+    counted = (ranks if measured.in_cpu_time else 1) / (ranks if profile.measured else 1)
+    return [StretchTime(each.modules, each.seconds * counted / measured.microbatches) for each in times]
 
 
 def _with_all_reduces(
@@ -117,7 +130,7 @@ def _with_all_reduces(
     replicates = any(not decision.mode.sharded and decision.nbytes for decision in plan.sharding.decisions)
     if device.world_size == 1 or not replicates or not measured.backward_seconds:
         return device, known
-    problem, found = problem_of(plan, basis)
+    problem, found = problem_of(plan, basis, reduces_each=measured.reduces_each)
 
     def slower(factor: float) -> DeviceInfo:
         return replace(
@@ -133,7 +146,11 @@ def _with_all_reduces(
     def backward(power: float) -> float:
         return _backward_seconds(with_links(problem, slower(2.0**power)), found)
 
-    power = _meet(backward, measured.backward_seconds)
+    # Steps are timed from the gradient of the model's output on: the backward of a loss outside comes before.
+    desc, profile = basis.model_desc, basis.profiles[0]
+    loss = sum(profile.of(segment).backward.seconds for segment in desc.segments[end_of_model(desc) :])
+    loss *= measured.microbatches * (device.ranks_per_core if profile.measured else 1)
+    power = _meet(backward, measured.backward_seconds + loss)
     return slower(2.0**power), known | {_ALL_REDUCE}
 
 
@@ -150,9 +167,9 @@ def _meet(rising: Callable[[float], float], goal: float) -> float:
     Also 0 if it does not rise that far: what took so long was something else, such as other programs.
     """
     at_zero = rising(0.0)
-    if abs(at_zero - goal) <= _CLOSE * goal or rising(_RANGE) < goal:
+    if abs(at_zero - goal) <= _CLOSE * goal or rising(_SLOWER) < goal:
         return 0.0
-    low, high = (0.0, _RANGE) if at_zero < goal else (-_RANGE, 0.0)
+    low, high = (0.0, _SLOWER) if at_zero < goal else (-_FASTER, 0.0)
     # What compute hides altogether may be any faster: not to be told by more than that it is hidden.
     goal = max(goal, rising(low) * (1 + _CLOSE))
     for _ in range(_HALVINGS):
@@ -177,8 +194,9 @@ def _optimizer_seconds(plan: Plan, basis: Basis) -> float:
     return optimizer_time(problem, *solution_costs(problem, found))
 
 
-def _with_memory(plan: Plan, basis: Basis, peak: int | None) -> Basis:
+def _with_memory(plan: Plan, basis: Basis, measured: StepMeasurement) -> Basis:
     """The basis with activations as large as makes the plan's peak at least the measured one."""
+    peak = measured.peak_bytes
     if peak is None:
         return basis
 
@@ -186,7 +204,8 @@ def _with_memory(plan: Plan, basis: Basis, peak: int | None) -> Basis:
         return replace(basis, profiles=(with_more_activations(basis.profiles[0], factor),))
 
     def predicted(factor: float) -> float:
-        return problem_of(plan, grown(factor))[1].outcome.peak
+        found = problem_of(plan, grown(factor), reduces_each=measured.reduces_each)[1]
+        return found.outcome.peak
 
     if predicted(1.0) >= peak:
         return basis

@@ -7,17 +7,17 @@ from osdp.codec import Savable
 
 @dataclass(frozen=True, slots=True)
 class StretchTime:
-    """Compute in one stretch of the trace, all microbatches of a step together; on the slowest rank.
+    """One pass of a stretch of the trace, all microbatches of a step together; on the slowest rank.
 
     Attributes:
-        module: The module that ends it; empty for what follows the last one.
-        forward: Seconds of its forward, without collectives and hooks.
-        backward: The same of its backward, activations that are computed again included.
+        modules: The module that ends it, empty for what follows the last one. Of several stretches all of
+            them, where nothing was read in between: no gradient arrives in what needs none, no hook runs in
+            a compiled block.
+        seconds: Its compute, without collectives; in backward with activations that are computed again.
     """
 
-    module: str
-    forward: float
-    backward: float
+    modules: tuple[str, ...]
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,38 +45,53 @@ class StepMeasurement(Savable):
 
     Attributes:
         local_batch: Samples of a microbatch.
-        microbatches: Forwards of a step.
-        stretches: Compute, as :func:`osdp.refine.stretches.stretches_of` cuts the trace; those that were not
-            timed may be missing.
+        microbatches: Microbatches of a step.
+        forward: Compute of forwards, as :func:`osdp.refine.stretches.stretches_of` cuts the trace; stretches
+            that were not timed may be missing.
+        backward: The same of backwards.
         collectives: Collectives of sharded units.
-        backward_seconds: All backwards of a step, from their first gradient to their last.
+        backward_seconds: All backwards of a step, from the gradient of the model's output to the last
+            reduction.
         optimizer_seconds: The optimizer's step, without gathering what it has updated.
-        spread: How far the measured steps differ, relative to their median.
+        reductions: Backwards of a step that reduced their gradients.
+        is_scheduled: Whether ``train_step`` ran the microbatches, which reduces as the plan says; a loop of
+            one's own goes on as it does.
+        in_cpu_time: Whether the compute is in seconds of a core, which stand still while another rank has it.
+        spread: How far a median of the measured steps may be off, relative to it.
         peak_bytes: Most bytes that were alive, above what was there before the model was wrapped; ``None``
             where nothing counts them.
     """
 
     local_batch: int
     microbatches: int
-    stretches: tuple[StretchTime, ...]
+    forward: tuple[StretchTime, ...]
+    backward: tuple[StretchTime, ...]
     collectives: tuple[CollectiveTime, ...]
     backward_seconds: float
     optimizer_seconds: float
+    reductions: int = 1
+    is_scheduled: bool = False
+    in_cpu_time: bool = False
     spread: float = 0.0
     peak_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        if min(self.local_batch, self.microbatches) < 1:
+        if min(self.local_batch, self.microbatches, self.reductions) < 1:
             raise ValueError(
-                f"a measured step has at least one sample and one microbatch, not {self.local_batch} and "
-                f"{self.microbatches}"
+                "a measured step has at least one sample, one microbatch and one reduction, not "
+                f"{self.local_batch}, {self.microbatches} and {self.reductions}"
             )
         times = [
             self.backward_seconds,
             self.optimizer_seconds,
             self.spread,
             *(each.seconds for each in self.collectives),
-            *(seconds for each in self.stretches for seconds in (each.forward, each.backward)),
+            *(each.seconds for each in (*self.forward, *self.backward)),
         ]
         if min(times) < 0:
             raise ValueError(f"measured seconds cannot be negative, got {min(times)}")
+
+    @property
+    def reduces_each(self) -> bool:
+        """Whether gradients are reduced in every backward."""
+        return self.reductions >= self.microbatches

@@ -68,8 +68,11 @@ def next_plan(
         ValueError: The model takes no batch but the planned one.
     """
     shown = corrected(plan, basis, measured, known_links)
-    best = search_again(shown.basis)
-    outcome = problem_of(plan, shown.basis)[1].outcome
+    # A loop that reduces in each backward, or once a step, goes on to.
+    way = None if measured.is_scheduled else measured.reduces_each
+    shown = replace(shown, basis=replace(shown.basis, options=replace(shown.basis.options, reduce_each=way)))
+    best = replace(search_again(shown.basis), token_slices=plan.token_slices)
+    outcome = problem_of(plan, shown.basis, reduces_each=measured.reduces_each)[1].outcome
     fits = outcome.peak <= shown.device.memory_limit
     now, then = outcome.seconds, best.predicted.step_seconds
     price = switch_seconds(plan, best, shown.basis)

@@ -14,7 +14,11 @@ _MOST = 1000.0
 
 
 def with_measured_times(
-    profile: Profile, model_desc: ModelDesc, recomputed: Sequence[str], measured: Sequence[StretchTime]
+    profile: Profile,
+    model_desc: ModelDesc,
+    recomputed: Sequence[str],
+    forward: Sequence[StretchTime],
+    backward: Sequence[StretchTime],
 ) -> Profile:
     """The profile with the times of segments scaled to what their stretches take.
 
@@ -25,31 +29,36 @@ def with_measured_times(
         profile: The profile, at the batch that was measured.
         model_desc: The model.
         recomputed: FQNs of blocks whose forward runs again in backward.
-        measured: Compute of stretches, in one microbatch.
+        forward: Compute of stretches in the forward of one microbatch.
+        backward: The same in its backward.
     """
     again = {i for name in recomputed for i in model_desc.block_segments.get(name, ())}
-    times = {each.module: each for each in measured}
-    timed = [(each, times[each.module]) for each in stretches_of(model_desc) if each.module in times]
+    stretches = {each.module: range(each.start, each.stop) for each in stretches_of(model_desc)}
     of_segment = [profile.of(segment) for segment in model_desc.segments]
-
-    # 1. By how much each stretch is off in forward, with which its recomputation is priced, and in backward.
-    parts = [(list(range(stretch.start, stretch.stop)), time) for stretch, time in timed]
-    forward = [
-        (_ratio(time.forward, sum(of_segment[i].forward.seconds for i in indices)), indices)
-        for indices, time in parts
-    ]
-    backward = []
-    for (indices, time), (factor, _) in zip(parts, forward, strict=True):
-        reruns = factor * sum(of_segment[i].forward.seconds for i in indices if i in again)
-        own = sum(of_segment[i].backward.seconds for i in indices)
-        backward.append((_ratio(max(time.backward - reruns, 0.0), own), indices))
-
-    # 2. The same by signature.
     signatures = [segment.signature for segment in model_desc.segments]
-    forwards = _by_signature(forward, signatures, lambda i: of_segment[i].forward.seconds)
-    backwards = _by_signature(backward, signatures, lambda i: of_segment[i].backward.seconds)
-    rest_forward = _overall(forward, lambda i: of_segment[i].forward.seconds)
-    rest_backward = _overall(backward, lambda i: of_segment[i].backward.seconds)
+
+    def indices(time: StretchTime) -> list[int]:
+        return [i for name in time.modules for i in stretches.get(name, ())]
+
+    # 1. By how much each stretch is off in forward, by signature and altogether.
+    off: list[_Factor] = []
+    for time in forward:
+        own = sum(of_segment[i].forward.seconds for i in indices(time))
+        off.append((_ratio(time.seconds, own), indices(time)))
+    forwards = _by_signature(off, signatures, lambda i: of_segment[i].forward.seconds)
+    rest_forward = _overall(off, lambda i: of_segment[i].forward.seconds)
+    # 2. The same in backward, less what a recomputation takes, which is as far off as the forward.
+    off = []
+    for time in backward:
+        reruns = sum(
+            forwards.get(signatures[i], rest_forward) * of_segment[i].forward.seconds
+            for i in indices(time)
+            if i in again
+        )
+        own = sum(of_segment[i].backward.seconds for i in indices(time))
+        off.append((_ratio(max(time.seconds - reruns, 0.0), own), indices(time)))
+    backwards = _by_signature(off, signatures, lambda i: of_segment[i].backward.seconds)
+    rest_backward = _overall(off, lambda i: of_segment[i].backward.seconds)
 
     def timed_anew(segment: SegmentProfile) -> SegmentProfile:
         return replace(

@@ -35,7 +35,7 @@ def stretches_of(model_desc: ModelDesc) -> tuple[Stretch, ...]:
     """
     names = [*model_desc.block_segments]
     names += [op.modules[0] for op in model_desc.operators if op.block is None and len(op.modules) == 1]
-    end = _end_of_model(model_desc)
+    end = end_of_model(model_desc)
     cuts: dict[int, str] = {}
     for name in names:
         inside = [i for i, segment in enumerate(model_desc.segments) if is_inside(segment.module, name)]
@@ -52,7 +52,7 @@ def stretches_of(model_desc: ModelDesc) -> tuple[Stretch, ...]:
     return tuple(found)
 
 
-def _end_of_model(model_desc: ModelDesc) -> int:
+def end_of_model(model_desc: ModelDesc) -> int:
     """One past the last segment before the loss, which is a second call of the root."""
     end = len(model_desc.segments)
     while end and model_desc.segments[end - 1].module == "" and model_desc.segments[end - 1].call > 0:

@@ -5,14 +5,16 @@ Hooks read two clocks where modules return, and where gradients of what they ret
     forward    begin | ... h.0 returns | ... h.1 returns | ... end
     backward   end | ... gradient of h.0 | ... gradient of h.1 | ... begin      (from right to left)
 
-What lies between two marks is the compute of a stretch, less the collectives in it. On CPUs with one thread
-compute is counted in CPU time, which stands still while a rank waits.
+What lies between two marks is the compute of a stretch, less the collectives in it; of all stretches between
+them where some mark is not read, since no gradient arrives in what needs none and a compiled block runs no
+hooks. On CPUs with one thread compute is counted in CPU time, which stands still while a rank waits.
 """
 
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import groupby, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -39,29 +41,43 @@ class RecordedStep:
     """What one step took on this rank, seconds.
 
     Attributes:
-        samples: Samples of a microbatch.
-        microbatches: Forwards.
-        forward: Compute by the module that ends a stretch; under ``""`` what follows the last one.
+        samples: Samples of a forward.
+        forwards: Forwards with gradients.
+        scheduled: Microbatches that ``train_step`` cut the batch into; 0 in a loop of one's own.
+        reductions: Backwards that reduced gradients.
+        forward: Compute by the modules that end the stretches it is of; ``""`` ends the model.
         backward: The same in backward.
         collectives: Of each unit, by its first operator, bytes and seconds of gathers and of reductions.
         forward_seconds: All forwards.
         backward_seconds: All backwards.
         optimizer_seconds: Steps of the optimizers.
+        gather_seconds: Gathering what they have made of parameters that each rank steps in part.
+        in_cpu_time: Whether compute is counted in CPU time.
     """
 
     samples: int = 0
-    microbatches: int = 0
-    forward: dict[str, float] = field(default_factory=dict)
-    backward: dict[str, float] = field(default_factory=dict)
+    forwards: int = 0
+    scheduled: int = 0
+    reductions: int = 0
+    forward: dict[tuple[str, ...], float] = field(default_factory=dict)
+    backward: dict[tuple[str, ...], float] = field(default_factory=dict)
     collectives: dict[tuple[str, int], list[tuple[int, float]]] = field(default_factory=dict)
     forward_seconds: float = 0.0
     backward_seconds: float = 0.0
     optimizer_seconds: float = 0.0
+    gather_seconds: float = 0.0
+    in_cpu_time: bool = False
 
     @property
     def seconds(self) -> float:
         """All of it: a step without what the loop does besides."""
-        return self.forward_seconds + self.backward_seconds + self.optimizer_seconds
+        passes = self.forward_seconds + self.backward_seconds
+        return passes + self.optimizer_seconds + self.gather_seconds
+
+    @property
+    def batch(self) -> tuple[int, int]:
+        """Samples of a microbatch, and microbatches."""
+        return self.samples, self.scheduled or self.forwards
 
 
 class StepRecorder:
@@ -69,23 +85,27 @@ class StepRecorder:
 
     Args:
         running: The model.
-        ends: FQNs of the modules that end stretches.
+        ends: FQNs of the modules that end stretches, in the order of the trace.
         optimizers: What steps on it, the first of which ends a step.
 
     Attributes:
         steps: What was recorded.
+        scheduled: Microbatches that ``train_step`` cuts the next batch into; 0 in a loop of one's own.
     """
 
     def __init__(self, running: ShardedModel, ends: Sequence[str], optimizers: Sequence[Optimizer]) -> None:
         self.steps: list[RecordedStep] = []
+        self.scheduled = 0
         self._running = running
-        self._now = RecordedStep()
-        self._clock: Callable[[], float] = (
-            time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
-        )
-        #: Marks of the pass under way: the stretch that each ends in forward, and begins in backward.
-        self._marks: list[tuple[str | None, ClockMark]] = []
-        self._begun: set[str] = set()
+        self._in_cpu_time = torch.get_num_threads() == 1
+        self._clock: Callable[[], float] = time.thread_time if self._in_cpu_time else time.perf_counter
+        self._now = RecordedStep(in_cpu_time=self._in_cpu_time)
+        self._names = (*ends, "")
+        #: Marks of the pass under way: the forward that each is of, and the place in ``_names`` of the
+        #: stretch that it ends in forward, and begins in backward. The first mark begins the pass.
+        self._marks: list[tuple[int, int, ClockMark]] = []
+        self._begun: set[tuple[int, int]] = set()
+        self._num_forwards = 0
         #: Begin and end of each collective in the pass; the last one may be a gather that is copied out yet.
         self._spans: list[tuple[ClockMark, ClockMark]] = []
         self._copied: tuple[list[tuple[int, float]], ClockMark] | None = None
@@ -101,8 +121,8 @@ class StepRecorder:
         for unit in self._running.parameters.sharded.units:
             for name in unit.modules:
                 keep(model.get_submodule(name).register_forward_pre_hook(self._called))
-        for name in ends:
-            keep(model.get_submodule(name).register_forward_hook(partial(self._returned, name)))
+        for place, name in enumerate(ends):
+            keep(model.get_submodule(name).register_forward_hook(partial(self._returned, place)))
         keep(model.register_forward_hook(self._end_forward))
         for optimizer in optimizers:
             keep(optimizer.register_step_pre_hook(self._before_step))
@@ -123,6 +143,8 @@ class StepRecorder:
 
     def end(self, unit: str, code: int, nbytes: int, begin: ClockMark) -> None:
         """Note a collective that began at ``begin`` and has ended."""
+        if not self._marks and not in_backward():
+            return  # of an evaluation
         now = self.begin()
         self._spans.append((begin, now))
         found = self._now.collectives.setdefault((unit, code), [])
@@ -144,67 +166,89 @@ class StepRecorder:
         if not torch.is_grad_enabled() or in_backward():
             return
         self._runs_backward = False
+        self._num_forwards += 1
         self._now.samples = max(self._now.samples, num_samples((args, kwargs)))
         self._begin_pass()
 
     def _begin_pass(self) -> None:
         self._spans, self._begun, self._copied = [], set(), None
-        self._marks = [(None, self.begin())]
+        self._marks = [(-1, -1, self.begin())]
 
-    def _returned(self, name: str, _module: nn.Module, _args: Any, output: Any) -> None:
-        if not torch.is_grad_enabled() or in_backward() or not self._marks:
+    def _returned(self, place: int, _module: nn.Module, _args: Any, output: Any) -> None:
+        if in_backward() or not self._marks:
             return
-        self._marks.append((name, self.begin()))
+        self._marks.append((self._num_forwards, place, self.begin()))
+        self._watch(output, place)
+
+    def _watch(self, output: Any, place: int) -> None:
         for tensor in tensors_with_grad(output):
             if not tensor.is_leaf:
-                tensor.register_hook(partial(self._arrived, name))
+                tensor.register_hook(partial(self._arrived, self._num_forwards, place))
 
     def _end_forward(self, _module: nn.Module, _args: Any, output: Any) -> None:
         if not torch.is_grad_enabled() or in_backward() or not self._marks:
             return
-        self._marks.append(("", self.begin()))
-        self._now.microbatches += 1
-        self._now.forward_seconds += self._marks[-1][1].wall - self._marks[0][1].wall
-        ends = [(name or "", mark) for name, mark in self._marks[1:]]
-        self._add(self._now.forward, ends, self._marks[0][1])
+        last = len(self._names) - 1
+        self._marks.append((self._num_forwards, last, self.begin()))
+        self._now.forwards += 1
+        self._now.forward_seconds += self._marks[-1][2].wall - self._marks[0][2].wall
+        places = [place for _, place, _ in self._marks]
+        parts = [self._names[before + 1 : place + 1] for before, place in pairwise(places)]
+        self._add(self._now.forward, parts)
         self._marks = []
-        for tensor in tensors_with_grad(output):
-            if not tensor.is_leaf:
-                tensor.register_hook(partial(self._arrived, ""))
+        self._watch(output, last)
 
-    def _arrived(self, name: str, _gradient: torch.Tensor) -> None:
+    def _arrived(self, forward: int, place: int, _gradient: torch.Tensor) -> None:
         if not self._runs_backward:
             self._runs_backward = True
             self._begin_pass()
             queue_backward_callback(self._end_graph)
-        if name not in self._begun:
-            self._begun.add(name)
-            self._marks.append((name, self.begin()))
+        if (forward, place) not in self._begun:
+            self._begun.add((forward, place))
+            self._marks.append((forward, place, self.begin()))
 
     def _end_graph(self) -> None:
         """All nodes of the backward have run; what is left are reductions."""
-        self._marks.append((None, self.begin()))
+        self._marks.append((-1, -1, self.begin()))
 
-    def end_backward(self) -> None:
-        """The backward has handed out its gradients."""
+    def end_reductions(self) -> None:
+        """The backward has reduced its gradients; users' hooks are to come."""
         if not self._runs_backward:
             return
         self._runs_backward = False
-        self._now.backward_seconds += self.begin().wall - self._marks[0][1].wall
-        begins = [name for name, _ in self._marks[1:-1]]
-        ends = [mark for _, mark in self._marks[2:]]
-        pairs = [(name or "", mark) for name, mark in zip(begins, ends, strict=True)]
+        self._now.reductions += any(parameter.path.syncs for parameter in self._running.parameters)
+        begin = self._marks[0][2]
+        self._now.backward_seconds += self.begin().wall - begin.wall
+        # What came before the first gradient is none of the model's.
+        del self._marks[0]
         if len(self._marks) > 1:
-            self._add(self._now.backward, pairs, self._marks[1][1])
+            self._add(self._now.backward, self._begun_parts())
         self._marks = []
 
-    def _add(self, found: dict[str, float], ends: Sequence[tuple[str, ClockMark]], start: ClockMark) -> None:
-        """Add the compute of stretches that end one after the other, the first from ``start`` on."""
-        for name, mark in ends:
-            inside = [(a, b) for a, b in self._spans if start.wall <= a.wall < mark.wall]
+    def _begun_parts(self) -> list[tuple[str, ...]]:
+        """The stretches between each mark of a backward and the next one.
+
+        Several forwards may share a backward, one after the other: the last mark of each begins all that is
+        left of it.
+        """
+        runs = [[place for _, place, _ in run] for _, run in groupby(self._marks[:-1], lambda mark: mark[0])]
+        forwards = {forward for forward, _, _ in self._marks[:-1]}
+        if len(runs) != len(forwards) or any(a <= b for run in runs for a, b in pairwise(run)):
+            return []  # they ran beside each other: nothing says what belongs to which
+        return [self._names[b + 1 : a + 1] for run in runs for a, b in pairwise([*run, -1])]
+
+    def _add(self, found: dict[tuple[str, ...], float], parts: Sequence[tuple[str, ...]]) -> None:
+        """Add the compute between marks, each of the stretches ``parts``; all together if they are in none.
+
+        A pass whose marks are not in the order of the trace says nothing of single stretches.
+        """
+        marks = [mark for _, _, mark in self._marks]
+        if not parts or not all(parts):
+            marks, parts = [marks[0], marks[-1]], [self._names]
+        for part, (start, end) in zip(parts, pairwise(marks), strict=True):
+            inside = [(a, b) for a, b in self._spans if start.wall <= a.wall < end.wall]
             waited = sum(b.compute - a.compute for a, b in inside)
-            found[name] = found.get(name, 0.0) + max(mark.compute - start.compute - waited, 0.0)
-            start = mark
+            found[part] = found.get(part, 0.0) + max(end.compute - start.compute - waited, 0.0)
 
     # Steps
 
@@ -218,6 +262,13 @@ class StepRecorder:
         # A closure runs forward and backward inside the step.
         inside = self._now.forward_seconds + self._now.backward_seconds - passes
         self._now.optimizer_seconds += self.begin().wall - begin.wall - inside
-        if ends and self._now.microbatches:
+        if ends and self._now.forwards:
+            self._now.scheduled = self.scheduled
             self.steps.append(self._now)
-            self._now = RecordedStep()
+            self._now = RecordedStep(in_cpu_time=self._in_cpu_time)
+
+    def gathered(self, begin: ClockMark) -> None:
+        """What an optimizer has made of parameters has been gathered since ``begin``."""
+        # Torch calls an optimizer's own hooks before those of all optimizers.
+        step = self._now if self._now.forwards or not self.steps else self.steps[-1]
+        step.gather_seconds += self.begin().wall - begin.wall

@@ -16,29 +16,34 @@ def measured_under(plan: Plan, truth: Basis, peak: float | None = None) -> StepM
     settings, seconds = problem.settings, passes(problem, *solution_costs(problem, found))
     backward = settings.reductions * seconds.reducing
     backward += (settings.microbatches - settings.reductions) * seconds.silent
+    forward, again = _stretches(plan, truth, settings.microbatches)
     return StepMeasurement(
         local_batch=truth.profiles[0].local_batch,
         microbatches=settings.microbatches,
-        stretches=_stretches(plan, truth, settings.microbatches),
+        forward=forward,
+        backward=again,
         collectives=_collectives(plan, truth),
         backward_seconds=backward,
         optimizer_seconds=found.outcome.optimizer_seconds,
+        reductions=settings.reductions,
         peak_bytes=None if peak is None else int(peak),
     )
 
 
-def _stretches(plan: Plan, truth: Basis, microbatches: int) -> tuple[StretchTime, ...]:
+def _stretches(plan: Plan, truth: Basis, microbatches: int) -> tuple[tuple[StretchTime, ...], ...]:
+    """Forward and backward."""
     desc, profile = truth.model_desc, truth.profiles[0]
     each = [profile.of(segment) for segment in desc.segments]
     again = {i for name in plan.sharding.recomputed for i in desc.block_segments[name]}
-    found = []
+    forwards, backwards = [], []
     for stretch in stretches_of(desc):
         places = range(stretch.start, stretch.stop)
         forward = sum(each[i].forward.seconds for i in places)
         backward = sum(each[i].backward.seconds for i in places)
         backward += sum(each[i].forward.seconds for i in places if i in again)
-        found.append(StretchTime(stretch.module, microbatches * forward, microbatches * backward))
-    return tuple(found)
+        forwards.append(StretchTime((stretch.module,), microbatches * forward))
+        backwards.append(StretchTime((stretch.module,), microbatches * backward))
+    return tuple(forwards), tuple(backwards)
 
 
 def _collectives(plan: Plan, truth: Basis) -> tuple[CollectiveTime, ...]:

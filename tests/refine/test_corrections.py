@@ -1,12 +1,14 @@
 """Corrected by a step, predictions are the truth, and the plan that is found is the best one under it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
-from osdp import Plan
+from osdp import ModelDesc, Plan, make_plan
 from osdp.explain.scaling import device_with_faster_links, profile_at_batch, profile_with_faster_compute
 from osdp.explain.what_if import search_again
 from osdp.hardware.profile import Profile
@@ -14,7 +16,8 @@ from osdp.plan.basis import Basis
 from osdp.refine.corrections import corrected, problem_of
 from osdp.refine.measurement import StepMeasurement, StretchTime
 from osdp.refine.next_plan import LEAST_GAIN, next_plan, switch_seconds, worth_it
-from osdp.refine.stretches import stretches_of
+from osdp.refine.stretches import end_of_model, stretches_of
+from tests.explain.conftest import device
 from tests.explain.conftest import planned as planned
 from tests.refine.synthetic import measured_under
 
@@ -203,19 +206,93 @@ def test_a_stretch_that_was_not_timed_is_as_far_off_as_the_others(planned: Calla
     basis = basis_of(plan)
     truth = with_compute(1 / 3)(basis)
     measured = measured_under(plan, truth)
-    some = replace(measured, stretches=measured.stretches[1:-1])
+    some = replace(measured, forward=measured.forward[1:-1], backward=measured.backward[1:-1])
     found = corrected(plan, basis, some)
     assert [s.forward.seconds for s in found.profile.segments] == pytest.approx(
         [s.forward.seconds for s in truth.profiles[0].segments], rel=1e-6
     )
 
 
+def joined(times: Sequence[StretchTime], first: int, last: int) -> tuple[StretchTime, ...]:
+    """The same with stretches ``first`` to ``last`` timed together."""
+    together = times[first : last + 1]
+    names = tuple(name for each in together for name in each.modules)
+    one = StretchTime(names, sum(each.seconds for each in together))
+    return (*times[:first], one, *times[last + 1 :])
+
+
+def test_stretches_that_were_timed_together_share_a_factor(planned: Callable[..., Plan]) -> None:
+    """No hooks run in a compiled block, whose time made the next one look ten times as slow."""
+    plan = planned(fraction=20.0, strategy="FULL_SHARD")
+    basis = basis_of(plan)
+    truth = with_compute(1 / 3)(basis)
+    measured = measured_under(plan, truth)
+    some = replace(measured, forward=joined(measured.forward, 1, 3), backward=joined(measured.backward, 0, 2))
+    found = corrected(plan, basis, some)
+    for mine, true in zip(found.profile.segments, truth.profiles[0].segments, strict=True):
+        assert mine.forward.seconds == pytest.approx(true.forward.seconds, rel=1e-6)
+        assert mine.backward.seconds == pytest.approx(true.backward.seconds, rel=1e-6)
+
+
+def test_seconds_of_a_core_are_what_measured_profiles_count(planned: Callable[..., Plan]) -> None:
+    """Where two ranks share a core compute was halved, and the missing half charged to the network."""
+    plan = planned(fraction=20.0, strategy="NO_SHARD")
+    shared = replace(basis_of(plan), device=replace(basis_of(plan).device, ranks_per_core=2))
+    for counted in (True, False):
+        basis = replace(shared, profiles=(replace(shared.profiles[0], measured=counted),))
+        measured = measured_under(plan, basis)  # in seconds of a core where profiles count those
+        factor = 1 if counted else 1 / 2
+        times = [
+            tuple(replace(each, seconds=factor * each.seconds) for each in passes)
+            for passes in (measured.forward, measured.backward)
+        ]
+        found = corrected(
+            plan, basis, replace(measured, forward=times[0], backward=times[1], in_cpu_time=True)
+        )
+        assert found.device.link("all_reduce") == basis.device.link("all_reduce")
+        assert [s.forward.seconds for s in found.profile.segments] == pytest.approx(
+            [s.forward.seconds for s in basis.profiles[0].segments], rel=1e-6
+        )
+
+
+def test_the_backward_of_a_loss_outside_is_not_missing_communication() -> None:
+    """Steps are timed from the model's output on, so that all-reduces seemed to be free."""
+    model = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 4096))
+    labels = torch.zeros(8, dtype=torch.int64)
+    desc = ModelDesc.from_module(
+        model, torch.randn(8, 32), loss_fn=lambda logits: nn.functional.cross_entropy(logits, labels)
+    )
+    plan = make_plan(None, desc, device(2**34, bandwidth=1e12), strategy="NO_SHARD")
+    basis = basis_of(plan)
+    measured = measured_under(plan, basis)
+    assert end_of_model(desc) < len(desc.segments)
+    loss = sum(basis.profiles[0].of(s).backward.seconds for s in desc.segments[end_of_model(desc) :])
+    assert loss > 0.02 * measured.backward_seconds
+    found = corrected(plan, basis, replace(measured, backward_seconds=measured.backward_seconds - loss))
+    assert found.device.links == basis.device.links
+
+
+def test_a_loop_that_reduces_every_microbatch_is_planned_for_as_it_runs(planned: Callable[..., Plan]) -> None:
+    """Four backwards a step, each with a reduction, were priced as if three of them kept their gradients."""
+    plan = planned(fraction=1.5)
+    truth = basis_of(plan)
+    truth = replace(truth, trainings=(replace(truth.trainings[0], microbatches=4),))
+    each = measured_under(replace(plan, training=truth.trainings[0]), truth)
+    assert (each.microbatches, each.reductions) == (4, 4)
+    found = next_plan(plan, basis_of(plan), each, steps_left=10**6)
+    assert found.plan.reduce_each_microbatch and found.basis.options.reduce_each is True
+    assert found.now == pytest.approx(problem_of(plan, truth)[1].outcome.seconds, rel=0.03)
+    free = next_plan(plan, basis_of(plan), replace(each, is_scheduled=True), steps_left=10**6)
+    assert free.basis.options.reduce_each is None and not free.plan.reduce_each_microbatch
+
+
 def test_measurements_are_checked_and_saved(tmp_path: Path) -> None:
-    stretches = (StretchTime("h.0", 0.1, 0.2),)
-    good = StepMeasurement(2, 1, stretches, (), 0.3, 0.1, peak_bytes=5)
+    good = StepMeasurement(
+        2, 1, (StretchTime(("h.0",), 0.1),), (StretchTime(("h.0", ""), 0.2),), (), 0.3, 0.1, peak_bytes=5
+    )
     good.save(tmp_path / "step.json")
     assert StepMeasurement.load(tmp_path / "step.json") == good
-    with pytest.raises(ValueError, match="at least one sample and one microbatch, not 0 and 1"):
+    with pytest.raises(ValueError, match="one microbatch and one reduction, not 0, 1 and 1"):
         replace(good, local_batch=0)
     with pytest.raises(ValueError, match=r"cannot be negative, got -0\.2"):
-        replace(good, stretches=(StretchTime("h.0", 0.1, -0.2),))
+        replace(good, forward=(StretchTime(("h.0",), -0.2),))

@@ -67,7 +67,7 @@ class BackwardPass:
         is_awaited: Whether a forward ran with gradients, and no backward has reached the model since.
         is_stepped: Whether an optimizer has stepped since the last backward.
         stepped: Identities of the stored parameters that have been stepped since their last gradient.
-        on_end: Called when a backward has handed out its gradients.
+        on_reduced: Called when a backward has reduced its gradients, before users' hooks are.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class BackwardPass:
         self.is_awaited = False
         self.is_stepped = True
         self.stepped: set[int] = set()
-        self.on_end: Callable[[], object] = lambda: None
+        self.on_reduced: Callable[[], object] = lambda: None
         #: Names of parameters with a gradient that has not been delivered yet.
         self._used: set[str] = set()
         self._accumulation = Accumulation(self._give_up)
@@ -309,10 +309,10 @@ class BackwardPass:
             self._entries.open_in_backward = False
         if self._used:
             self._accumulation.end_backward([p for p in self._parameters if p.name in self._used])
-        self.on_end()
 
     def _hand_out(self, absent: Collection[str]) -> None:
         self._reducer.finish(absent)
+        self.on_reduced()
         for parameter in self._parameters:
             path, stored = parameter.path, parameter.stored
             if isinstance(stored, DTensor):

@@ -87,6 +87,7 @@ class ShardedModel:
         self._norm_group = norm_group
         self._lockstep = lockstep
         self._recomputed = recomputed
+        self._observer: StepObserver | None = None
         #: Whether forwards since the last optimizer step may have backwards to come.
         self._has_graphs = False
         #: Identities of the stored parameters that an optimizer has stepped.
@@ -318,7 +319,11 @@ class ShardedModel:
         self._backward.is_stepped = True
         self._backward.stepped.update(stepped)
         self._ever_stepped.update(stepped)
+        observer = self._observer
+        begin = None if observer is None else observer.begin()
         self._replicated.after_step(stepped)
+        if observer is not None:
+            observer.gathered(begin)
 
     def recover(self, *, drop_gradients: bool) -> None:
         """Reset to the state between steps after an exception; also called automatically.
@@ -335,8 +340,8 @@ class ShardedModel:
 
     def observe(self, observer: "StepObserver | None") -> None:
         """Tell ``observer`` of collectives and of the ends of backwards; nobody any more if ``None``."""
-        self._lockstep.observer = observer
-        self._backward.on_end = (lambda: None) if observer is None else observer.end_backward
+        self._observer = self._lockstep.observer = observer
+        self._backward.on_reduced = (lambda: None) if observer is None else observer.end_reductions
 
     # Called by modules under a plan (osdp.runtime.sharding.module_api)
 
@@ -427,10 +432,13 @@ class ShardedModel:
 
 
 class StepObserver(CollectiveObserver, Protocol):
-    """Is told of collectives, and of the ends of backwards."""
+    """Is told of collectives, in backwards and after steps."""
 
-    def end_backward(self) -> None:
-        """A backward has handed out its gradients."""
+    def end_reductions(self) -> None:
+        """A backward has reduced its gradients."""
+
+    def gathered(self, begin: Any) -> None:
+        """What an optimizer has made of parameters has been gathered."""
 
 
 class _Begin:

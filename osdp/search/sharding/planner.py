@@ -234,8 +234,9 @@ def _problems(
 ) -> list[ShardingProblem]:
     """The steps of a candidate: gradients reduced each microbatch, or once (only with several of them)."""
     training = candidate.training
+    ways = (True, False) if options.reduce_each is None else (options.reduce_each,)
     found = []
-    for each in (True, False) if training.microbatches > 1 else (True,):
+    for each in ways if training.microbatches > 1 else (True,):
         problem = build_problem(model_desc, candidate.profile, device, training, reduce_each=each)
         found.append(replace(problem, root_group=root_group(problem, options)))
     return found
