@@ -3,10 +3,11 @@
 Two ranks, one core each. The truth is measured in quiet; the memory limit is half way from the all-sharded to
 the all-replicated peak. Then training starts, with ``refine=True``, from what is wrong: links ten times too
 slow or too fast, compute three times, measurements beside busy processes, an estimate that nothing was
-measured for, and half of the batch. Live bytes are counted from before the model is wrapped to the last
-step, switches included; with half of the batch from the first switch on, since the plan before was not made
-for what it trains. The plan at the end is then timed in turns with the plan of the truth and with those that
-the other starts ended under; the best is chosen on one half of the rounds and compared on the other.
+measured for, that of ``start="estimated"``, and half of the batch. Live bytes are counted from before the
+model is wrapped to the last step, switches included; with half of the batch from the first switch on, since
+the plan before was not made for what it trains. The plan at the end is then timed in turns with the plan of the truth, with those that the
+other starts ended under, and with those that they began under and that fit; the best is chosen on one half of
+the rounds and compared on the other.
 
 What the recorded steps cost beside others is timed in turns on two models under one plan.
 
@@ -40,9 +41,11 @@ from benchmarks.support.models import CASES
 from benchmarks.support.timing import paired_ratio
 from benchmarks.support.turns import take_turns
 from osdp import OSDP, DeviceInfo, Plan, Training, codec
+from osdp.cost.evaluate import evaluate
 from osdp.hardware.profile import Profile
 from osdp.profiler.roofline import estimate
 from osdp.refine.stretches import stretches_of
+from osdp.refining import runs_as
 from osdp.runtime.step_recorder import StepRecorder
 
 RANKS = 2
@@ -97,8 +100,8 @@ def unmeasured(setting: Setting, device: DeviceInfo) -> tuple[DeviceInfo, Profil
 
 def wrong_starts(
     setting: Setting, half: Setting, device: DeviceInfo, busy: Mapping[str, Any]
-) -> dict[str, tuple[Setting, DeviceInfo]]:
-    """What each start plans from, by its name.
+) -> dict[str, tuple[Setting, DeviceInfo | None]]:
+    """What each start plans from, by its name; no devices stand for ``start="estimated"``.
 
     Args:
         setting: The truth.
@@ -119,24 +122,27 @@ def wrong_starts(
         ),
         "unmeasured": (replace(setting, profile=estimated), assumed),
         "batch doubled": (half, device),
+        "estimated": (setting, None),
     }
 
 
 def train_refining(
-    setting: Setting, device: DeviceInfo, limit: int, batches: Callable[[int], Any], *, steps: int
+    setting: Setting, device: DeviceInfo | None, limit: int, batches: Callable[[int], Any], *, steps: int
 ) -> dict[str, Any]:
     """Train from a start; what the refinement found, and the most bytes before and after the first switch."""
     live = LiveBytes()
     gc.collect()
     before = live.now
     live.start()
+    known: Any = {"start": "estimated", "cache_dir": None}
+    if device is not None:
+        known = {"profile": setting.profile, "refine": True}
     model = OSDP(
         setting.case.model(),
         setting.model_desc,
-        replace(device, memory_limit=limit),
+        limit if device is None else replace(device, memory_limit=limit),
         training=setting.training,
-        profile=setting.profile,
-        refine=True,
+        **known,
     )
     first = model.plan
     step = train_step(model, make_optimizer(model.parameters(), setting.training), batches)
@@ -151,15 +157,14 @@ def train_refining(
     changes = ([0] if plans[0] is not first else []) + changes
     return {
         "plan": codec.to_json(model.plan),
-        "units": str(model.plan.sharding.units),
-        "first_units": str(first.sharding.units),
+        "first_plan": codec.to_json(first),
         "losses": [mean_loss(loss) for loss in losses],
         "peak_before": max(peaks[: changes[0]] if changes and changes[0] else peaks),
         "peak_after": max(peaks[changes[0] :]) if changes else None,
         "steps_to_final": None if found is None else found.steps,
         "switches": len(changes),
         "switches_after_final": 0 if found is None else sum(change > found.steps for change in changes),
-        "reason": None if found is None else found.reason,
+        "ended": None if found is None else found.reason,
         "told": str(found),
         "predicted_seconds": model.plan.predicted.step_seconds,
     }
@@ -195,11 +200,19 @@ def refine(
     for name, (believed, devices) in wrong_starts(setting, half, device, busy).items():
         found[name] = train_refining(believed, devices, limit, batches, steps=steps)
     plans = {"truth": truth}
+
+    def named(plan: Plan) -> str:
+        names = {runs_as(other): name for name, other in plans.items()}
+        name = names.get(runs_as(plan), f"plan {len(plans)}")
+        plans.setdefault(name, plan)
+        return name
+
     for each in found.values():
-        plan = codec.from_json(Plan, each.pop("plan"))
-        named = {str(other.sharding.units): name for name, other in plans.items()}
-        each["final"] = named.get(each["units"], f"plan {len(plans)}")
-        plans.setdefault(each["final"], plan)
+        each["final"] = named(codec.from_json(Plan, each.pop("plan")))
+    for each in found.values():
+        first = codec.from_json(Plan, each.pop("first_plan"))
+        true = evaluate(first, setting.profile, device, TRAINING, setting.model_desc)
+        each["first"] = named(first) if true.peak_bytes <= limit else "beyond the limit"
     turns = take_turns(
         {name: prepare(setting, plan, batches, recorded=False) for name, plan in plans.items()}
         | {"recorded": prepare(setting, truth, batches, recorded=True)},
@@ -237,7 +250,8 @@ def row_of(case: str, name: str, ranks: list[dict[str, Any]], expected: float) -
     found = {key: value for key, value in first["starts"][name].items() if key != "losses"}
     loss = first["starts"][name]["losses"][COMPARED - 1]
     # Half of the batch was planned for: until the first switch that plan cannot keep the limit for all of it.
-    keys = ("peak_after",) if name == "batch doubled" else ("peak_before", "peak_after")
+    switched = first["starts"][name]["peak_after"] is not None
+    keys = ("peak_after",) if name == "batch doubled" and switched else ("peak_before", "peak_after")
     peaks = [rank["starts"][name][key] for rank in ranks for key in keys]
     peak = max((each for each in peaks if each is not None), default=None)
     seconds = {key: times for key, times in first["seconds"].items() if key != "recorded"}
@@ -265,13 +279,14 @@ def summarize(rows: list[Row], first: Row) -> dict[str, float | int | None]:
     summary: dict[str, float | int | None] = {"extra_seconds_to_first_step": first.get("extra_seconds")}
     if not rows or any("over_best" not in row for row in rows):
         keys = ("worst_over_best_plan", "steps_to_final", "switches_after_final", "losses_wrong")
-        return summary | dict.fromkeys((*keys, "instrumented_overhead", "over_limit"))
+        return summary | dict.fromkeys((*keys, "starts_elsewhere", "instrumented_overhead", "over_limit"))
     steps = [row["steps_to_final"] for row in rows]
     return summary | {
         "worst_over_best_plan": max(row["over_best"] for row in rows),
         "steps_to_final": None if None in steps else max(steps),
         "switches_after_final": sum(row["switches_after_final"] for row in rows),
         "losses_wrong": sum("error" in row for row in rows),
+        "starts_elsewhere": sum(row["first"] != "truth" for row in rows),
         "instrumented_overhead": max(row["recorded_over_plain"][1] for row in rows) - 1,
         "over_limit": sum(row["over_limit"] for row in rows),
     }
@@ -298,21 +313,23 @@ def _cells(row: Row) -> list[object]:
         row["name"],
         row.get("over_best"),
         f"[{interval[0]:.3f}, {interval[1]:.3f}]" if interval else "-",
+        row.get("first"),
+        row.get("final"),
         row.get("steps_to_final"),
         row.get("switches"),
         row.get("switches_after_final"),
         row["peak"] / row["limit"] if row.get("peak") else None,
         row.get("loss_difference"),
         row["predicted_seconds"] / row["seconds"] - 1 if "predicted_seconds" in row else None,
-        row.get("error") or row.get("reason"),
+        row.get("error") or row.get("ended") or row.get("reason"),
     ]
 
 
 def main(arguments: list[str] | None = None) -> int:
     result = measure(harness.parse_options("refine", __doc__, arguments))
     columns = [
-        "model, start", "final / best plan", "interval", "steps", "switches", "after it", "peak / limit",
-        "loss", "time error", "",
+        "model, start", "final / best plan", "interval", "began under", "ends under", "steps", "switches",
+        "after it", "peak / limit", "loss", "time error", "",
     ]  # fmt: skip
     refined = [row for row in result.rows if not row["name"].startswith("first step")]
     harness.table("plans that were refined while they trained, 2 ranks", columns, map(_cells, refined))

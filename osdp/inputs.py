@@ -49,10 +49,11 @@ logger = logging.getLogger(__name__)
 
 #: Upper end of what activations and workspace of segments really take, as a multiple of what is traced on
 #: fake tensors; plans that begin from an estimate are made with it. Peaks of uniform plans with measured
-#: profiles were at most those with estimated ones for six of ten models; the others needed this factor to be
-#: 1.0, 1.05 (ResNet), 1.1 (UNet) and 1.9 (ConvNeXt: workspace of oneDNN's depthwise convolutions). 2-core
-#: x86-64 CPU, torch 2.13, 2026-11; compare :func:`osdp.make_plan` with a profile of either kind.
-UPPER_END = 2.0
+#: profiles were at most those with estimated ones for six of ten models, and for one it was equal; those with
+#: convolutions needed this factor to be 1.05 (ResNet), 1.1 (UNet) and 1.9 (ConvNeXt: workspace of oneDNN's
+#: depthwise convolutions). 2-core x86-64 CPU, torch 2.13, 2026-11; compare :func:`osdp.make_plan` with a
+#: profile of either kind.
+UPPER_END, UPPER_END_OF_CONVOLUTIONS = 1.1, 2.0
 
 #: Microbatches for each rank of a pipeline, where nobody asked for a number.
 _MICROBATCHES = 4
@@ -219,9 +220,19 @@ def make_profiler(
         except NotCachedError:
             if len(trainings) > 1:  # of some batches there may be profiles
                 return [found for training in trainings for found in profile([training])]
-            return [with_more_activations(estimate(description, device, trainings[0]), UPPER_END)]
+            return [_by_upper_end(estimate(description, device, trainings[0]), description)]
 
     return profile
+
+
+def _by_upper_end(profile: Profile, description: ModelDesc) -> Profile:
+    """An estimated profile with activations by the upper end of what they may take."""
+    # Weights of convolutions have three dims or more, and those of few other layers.
+    convolutions = {op.name for op in description.operators if any(len(p.shape) > 2 for p in op.parameters)}
+    unsure = {each.signature for each in description.segments if convolutions.intersection(each.operators)}
+    return with_more_activations(
+        profile, lambda each: UPPER_END_OF_CONVOLUTIONS if each.signature in unsure else UPPER_END
+    )
 
 
 def _check_kinds(profiles: Sequence[Profile], here: torch.device, device: DeviceInfo) -> None:

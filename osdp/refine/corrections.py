@@ -201,7 +201,7 @@ def _with_memory(plan: Plan, basis: Basis, measured: StepMeasurement) -> Basis:
         return basis
 
     def grown(factor: float) -> Basis:
-        return replace(basis, profiles=(with_more_activations(basis.profiles[0], factor),))
+        return replace(basis, profiles=(with_more_activations(basis.profiles[0], lambda _: factor),))
 
     def predicted(factor: float) -> float:
         found = problem_of(plan, grown(factor), reduces_each=measured.reduces_each)[1]

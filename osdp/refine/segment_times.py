@@ -70,13 +70,13 @@ def with_measured_times(
     return replace(profile, segments=tuple(map(timed_anew, profile.segments)))
 
 
-def with_more_activations(profile: Profile, factor: float) -> Profile:
-    """The profile of segments whose activations take ``factor`` times the bytes."""
+def with_more_activations(profile: Profile, factor: Callable[[SegmentProfile], float]) -> Profile:
+    """The profile of segments each of whose activations take ``factor`` times the bytes."""
 
-    def more(nbytes: int) -> int:
-        return math.ceil(factor * nbytes)
+    def grown(each: PassProfile, times: float) -> PassProfile:
+        def more(nbytes: int) -> int:
+            return math.ceil(times * nbytes)
 
-    def grown(each: PassProfile) -> PassProfile:
         late, given = each.gradient_peak_bytes, each.bucket_peak_bytes
         return replace(
             each,
@@ -91,9 +91,9 @@ def with_more_activations(profile: Profile, factor: float) -> Profile:
         segments=tuple(
             replace(
                 segment,
-                forward=grown(segment.forward),
-                backward=grown(segment.backward),
-                saved_bytes=more(segment.saved_bytes),
+                forward=grown(segment.forward, factor(segment)),
+                backward=grown(segment.backward, factor(segment)),
+                saved_bytes=math.ceil(factor(segment) * segment.saved_bytes),
             )
             for segment in profile.segments
         ),

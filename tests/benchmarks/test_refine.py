@@ -27,7 +27,7 @@ def test_the_best_plan_is_chosen_on_the_first_half_of_the_rounds() -> None:
 def row(**changes: Any) -> dict[str, Any]:
     good = {
         "over_best": 1.0, "steps_to_final": 12, "switches_after_final": 0, "over_limit": False,
-        "recorded_over_plain": [0.99, 1.02, 1.04],
+        "recorded_over_plain": [0.99, 1.02, 1.04], "first": "plan 1",
     }  # fmt: skip
     return good | changes
 
@@ -40,7 +40,7 @@ def test_the_summary_is_of_the_worst_row() -> None:
     found = summarize(rows, {"extra_seconds": 1.5})
     assert found["worst_over_best_plan"] == 1.2 and found["steps_to_final"] == 24
     assert (found["switches_after_final"], found["losses_wrong"], found["over_limit"]) == (1, 1, 1)
-    assert found["extra_seconds_to_first_step"] == 1.5
+    assert found["extra_seconds_to_first_step"] == 1.5 and found["starts_elsewhere"] == 2
     assert abs(float(found["instrumented_overhead"] or 0) - 0.02) < 1e-9
 
 

@@ -407,12 +407,18 @@ def _head(shape: TransformerShape, tokens: int, tp: int, split: int, kernels: Ke
     stream = tokens * shape.hidden * width
     vocabulary = -(-shape.vocabulary // tp)
     logits = tokens * vocabulary
+    # Bytes that the loss moves of each logit. A fused softmax reads the logits twice and writes them once, and
+    # so does its backward. One of several kernels casts them to float32, finds the largest, subtracts it,
+    # exponentiates, adds up and divides, each a pass; its backward multiplies and casts back (Megatron-LM,
+    # megatron/core/tensor_parallel/cross_entropy.py, 2022 to 2026).
+    there, again = 3 * width, 3 * width
+    if not kernels.fused_loss:
+        there, again = width + 9 * SINGLE, 3 * SINGLE + width
     return LayerWork(
         gemms=(Gemm(tokens, vocabulary, shape.hidden, width=width),),
         attention=(),
-        # The softmax reads the logits twice and writes them once, and so does its backward.
-        moved_bytes=2 * stream + 3 * logits * width,
-        backward_bytes=3 * stream + 3 * logits * width + 3 * vocabulary * shape.hidden * width,
+        moved_bytes=2 * stream + logits * there,
+        backward_bytes=3 * stream + logits * again + 3 * vocabulary * shape.hidden * width,
         kernels=8,
         # The stream's gradient is all-reduced; the forward exchanges a few numbers per token only.
         sums=int(tp > 1),

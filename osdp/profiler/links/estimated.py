@@ -59,12 +59,14 @@ def estimate_devices(memory_limit: str | int | None, *, mesh: DeviceMesh | None)
     if where.type == "cpu":
         keep_freed_memory()
     links = () if mesh.size() == 1 else _time_links(group, mesh.size(), where)
+    limit = available_memory(where, per_node) if memory_limit is None else parse_bytes(memory_limit)
     speeds = torch.tensor(
-        [measure_flops(where), measure_copy(where, group)], dtype=torch.float64, device=where
+        [measure_flops(where), measure_copy(where, group, within=limit / 2)],
+        dtype=torch.float64,
+        device=where,
     )
     dist.all_reduce(speeds, op=dist.ReduceOp.MIN, group=group)
     flops, copy = speeds.tolist()
-    limit = available_memory(where, per_node) if memory_limit is None else parse_bytes(memory_limit)
     info = DeviceInfo(
         memory_limit=limit,
         kind=device_kind(where),

@@ -1,5 +1,6 @@
 """Memory, FLOP/s, memory bandwidth and host link of one device, each measured in under a second."""
 
+import math
 import os
 import platform
 import socket
@@ -97,15 +98,23 @@ def measure_flops(device: torch.device, dtype: torch.dtype = torch.float32) -> f
     return 2 * side**3 / _time(lambda: torch.mm(a, b), device)
 
 
-def measure_copy(device: torch.device, group: dist.ProcessGroup | None = None) -> float:
+def measure_copy(
+    device: torch.device, group: dist.ProcessGroup | None = None, *, within: float = math.inf
+) -> float:
     """Measure the bytes per second of a copy inside the device, which reads and writes each byte once.
 
     The ranks of ``group`` copy at once, as they train: those of one machine share its memory's bandwidth (two
     ranks copied 7 GB/s each at once, and 11 if one was early).
+
+    Args:
+        device: The device.
+        group: The ranks that copy at once.
+        within: Bytes that both sides of the copy may take together.
     """
-    source = torch.zeros(_COPY_BYTES, dtype=torch.uint8, device=device)
+    nbytes = int(min(_COPY_BYTES, within / 2))
+    source = torch.zeros(nbytes, dtype=torch.uint8, device=device)
     target = torch.zeros_like(source)
-    return _COPY_BYTES / _time(lambda: target.copy_(source), device, group)
+    return nbytes / _time(lambda: target.copy_(source), device, group)
 
 
 def measure_host_link(

@@ -212,7 +212,7 @@ def test_the_benchmark_writes_its_summary(steps: tuple[MeasuredStep, ...], tmp_p
         "interval_half_width_new_layers",
     }  # fmt: skip
     # Nine tenths of many rows; of the few here, with one number of layers, two more or less may lie outside.
-    assert 0.6 < found["summary"]["interval_coverage"] <= 1 and found["summary"]["interval_half_width"] < 0.1
+    assert 0.6 < found["summary"]["interval_coverage"] <= 1 and found["summary"]["interval_half_width"] < 0.12
     assert found["summary"]["mape_cv"] < 0.05 < found["summary"]["mape_zero_shot"]
     with pytest.raises(SystemExit, match="No such file"):
         planner_accuracy.main(["--data", str(tmp_path / "none.csv")])
