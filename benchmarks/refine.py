@@ -5,9 +5,9 @@ the all-replicated peak. Then training starts, with ``refine=True``, from what i
 slow or too fast, compute three times, measurements beside busy processes, an estimate that nothing was
 measured for, that of ``start="estimated"``, and half of the batch. Live bytes are counted from before the
 model is wrapped to the last step, switches included; with half of the batch from the first switch on, since
-the plan before was not made for what it trains. The plan at the end is then timed in turns with the plan of the truth, with those that the
-other starts ended under, and with those that they began under and that fit; the best is chosen on one half of
-the rounds and compared on the other.
+the plan before was not made for what it trains. The plan at the end is then timed in turns with the plan of
+the truth, with those that the other starts ended under, and with those that they began under and that fit;
+the best is chosen on one half of the rounds and compared on the other.
 
 What the recorded steps cost beside others is timed in turns on two models under one plan.
 

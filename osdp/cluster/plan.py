@@ -97,6 +97,14 @@ class Workload:
             compute dtype; otherwise their softmax in float32 is kept beside them.
         overlap: How well compute hides communication of weights and gradients, from 0 to 1: of ``c`` seconds
             of communication beside ``t`` of compute, ``overlap * min(c, t)`` are hidden.
+        tensor_overlap: The same of the collectives of tensor-parallel ranks.
+        bucket_bytes: Bytes of buffers into which gradients are copied to be reduced, where they or states are
+            sharded.
+        gathered_bytes: Bytes of gathered weights that are kept at once at least, where weights are sharded:
+            more than those of a layer and the next.
+        reduces_in_stages: Whether gradients that are sharded are reduced in every microbatch of a pipeline,
+            and weights that are sharded gathered for it. Otherwise a rank of several stages keeps both whole
+            for a step.
         reserve: Bytes of each device that its context takes. A guess: kernels alone took 1.3 GB on a V100 and
             1.6 on an A100 where all were loaded (BigScience, chronicles of its 176B model, 2022), and take
             less since CUDA 11.7 loads them when first called. Measure yours as what ``nvidia-smi`` shows
@@ -128,6 +136,10 @@ class Workload:
     fused_gate: bool = False
     fused_loss: bool = False
     overlap: float = 0.0
+    tensor_overlap: float = 0.0
+    bucket_bytes: int = 0
+    gathered_bytes: int = 0
+    reduces_in_stages: bool = True
     reserve: int = 2**30
     communicator_bytes: int = 688 * 2**20
     fragmentation: float = 0.15
@@ -143,8 +155,9 @@ class Workload:
             raise ValueError(f"a step needs at least 1 sample, got a global batch of {self.global_batch}")
         if not 0 <= self.fragmentation < 1:
             raise ValueError(f"fragmentation must be in 0..1, less than 1, got {self.fragmentation}")
-        if not 0 <= self.overlap <= 1:
-            raise ValueError(f"overlap must be in 0..1, got {self.overlap}")
+        for name in ("overlap", "tensor_overlap"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} must be in 0..1, got {getattr(self, name)}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,9 +26,9 @@ _WHOLE = (RecomputeLayers.NONE, RecomputeLayers.FULL)
 _FSDP = replace(ANY, tp=(1,), pp=(1,), zero=(0, 2, 3), recompute=_WHOLE)
 _STAGED_FSDP = replace(ANY, zero=(2, 3), recompute=_WHOLE)
 _DEEPSPEED = replace(ANY, zero=(0, 1), recompute=_WHOLE, schedules=("1f1b",))
-_MEGATRON = replace(ANY, zero=(0, 1))
-_MEGATRON_OF_2021 = replace(ANY, zero=(0,), recompute=_WHOLE)
-_MEGATRON_OF_2022 = replace(ANY, zero=(0,))
+_MEGATRON = replace(ANY, zero=(0, 1), whole_groups=True)
+_MEGATRON_OF_2021 = replace(_MEGATRON, zero=(0,), recompute=_WHOLE)
+_MEGATRON_OF_2022 = replace(_MEGATRON, zero=(0,))
 
 #: Spaces by the start of a framework's name, the first that fits; those of a paper or a report come first.
 _SPACES = (

@@ -99,7 +99,14 @@ class ClusterRequest:
         ),
     ] = False
     overlap: Annotated[
-        float, Option(help="fraction of the collectives that overlaps with compute, 0 to 1")
+        float | None,
+        Option(
+            help="fraction of the collectives of weights and gradients that overlaps with compute, 0 to 1; "
+            "by default what --target hides"
+        ),
+    ] = None
+    tensor_overlap: Annotated[
+        float, Option(help="the same of tensor-parallel collectives; Megatron-LM needs --tp-comm-overlap")
     ] = 0.0
     reserve: Annotated[str, Option(help="memory of a device's context, without communicators")] = "1GiB"
     certain: Annotated[
@@ -147,11 +154,13 @@ class ClusterRequest:
             global_batch=self.global_batch,
             flash=found.flash if found is not None else self.flash is not False,
             sequence_parallel=self.sequence_parallel,
-            overlap=self.overlap,
+            tensor_overlap=self.tensor_overlap,
             reserve=parse_bytes(self.reserve),
         )
         if self.target is not None:
             workload = as_trained_by(workload, self.target)
+        if self.overlap is not None:
+            workload = replace(workload, overlap=self.overlap)
         cluster = load_cluster(self.cluster)
         if self.half == "bfloat16" and cluster.half != "bfloat16":
             slow = ", ".join(group.node.gpu.name for group in cluster.groups if not group.node.gpu.bfloat16)
@@ -254,6 +263,7 @@ class ClusterRequest:
         space = replace(
             space,
             zero=(0, 1),
+            whole_groups=True,
             token_slices=(1,),
             recompute=tuple(kind for kind in space.recompute if kind is not None),
             schedules=tuple(name for name in space.schedules if name in MEGATRON_SCHEDULES),

@@ -171,6 +171,9 @@ class RunPrices:
             working = np.maximum(working, own.working[part.start, part.stop])
             updated = prices.updated(strategy, layout, *numbers)
             update = update + np.ceil(updated * prices.workload.update_bytes)
+        if layout.replicas > 1 and layout.degrees.pp > 1 and any(each.zero for each in self.strategies):
+            # Pipelines reduce when the activations of all microbatches are gone.
+            update = np.maximum(update, prices.workload.bucket_bytes)
         working = np.floor(working + self.borders[parts[0].start, parts[-1].stop])
         return Sizes(weights, gradients, states, self.activations(parts, rank), working, update)
 

@@ -271,6 +271,11 @@ def _layer(
     # Each weight's gradient is accumulated into that of the earlier microbatches.
     back += 3 * sum(gemm.columns * gemm.inner for gemm in gemms if gemm.count == 1) * width
     input_bytes = stream // split * (2 if item is Item.CROSS_LAYER else 1)
+    # Transient: gradients of the stream and of what is inside a block. Where scores are stored their gradient
+    # is as well, when what the feed-forward block behind has saved is freed.
+    working = 2 * stream + wide * (ups * inner + projected)
+    of_scores = 2 * stream + wide * projected - feed_kept
+    of_scores += 0 if flash else samples * heads * length * s * width
     return LayerWork(
         gemms=gemms,
         attention=scores,
@@ -282,7 +287,7 @@ def _layer(
         kept_bytes=kept,
         score_bytes=score_bytes,
         input_bytes=input_bytes,
-        working_bytes=2 * stream + wide * (ups * inner + projected),
+        working_bytes=max(working, of_scores),
         output_bytes=input_bytes,
         cache_bytes=wide * (keys + values),
     )
@@ -407,8 +412,8 @@ def _head(shape: TransformerShape, tokens: int, tp: int, split: int, kernels: Ke
     stream = tokens * shape.hidden * width
     vocabulary = -(-shape.vocabulary // tp)
     logits = tokens * vocabulary
-    # Bytes that the loss moves of each logit. A fused softmax reads the logits twice and writes them once, and
-    # so does its backward. One of several kernels casts them to float32, finds the largest, subtracts it,
+    # Bytes that the loss moves of each logit. A fused softmax reads the logits twice and writes them once,
+    # and so does its backward. One of several kernels casts them to float32, finds the largest, subtracts it,
     # exponentiates, adds up and divides, each a pass; its backward multiplies and casts back (Megatron-LM,
     # megatron/core/tensor_parallel/cross_entropy.py, 2022 to 2026).
     there, again = 3 * width, 3 * width

@@ -146,7 +146,7 @@ def slot_hardware(
         context=Ring(cp, network if crosses and devices % (tp * cp) else within),
         experts=AllToAll(layout.ep, near, within, _share(out, senders)),
         within=within,
-        between=_share(out, senders),
+        between=_slowest([within, _share(out, senders)]),
     )
 
 

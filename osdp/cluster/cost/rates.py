@@ -91,8 +91,8 @@ _SUSTAINED = 0.923
 #:   systems/a100_80g.json, SC 2023).
 #: - Calls and blend: a layer's forward of GPT-2 XL (16 heads) with one sample took 1.639, 1.598 and 1.453 ms
 #:   on one, two and four A100 in Megatron-LM (FASOP's profile, HPDC 2024). Its 18 operators take 0.73, 0.41
-#:   and 0.29 ms of the devices by the shares here; with p = 2 and 82 us a call the three are met within 4.2 %,
-#:   and by no other p much better.
+#:   and 0.29 ms of the devices by the shares here; with p = 2 and 82 us a call the three are met within
+#:   4.2 %, and by no other p much better.
 #: - All-reduces: what 1 to 16 MiB on two, four and eight A100 took beside their steps and bytes (NCCL times
 #:   published with vTrain, MICRO 2024). 1 MiB on two took 44.2 us; NCCL's own estimate of 8.4 us (baseLat in
 #:   src/graph/tuning.cc) would make it 25.

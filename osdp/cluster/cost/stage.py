@@ -238,7 +238,7 @@ class ClusterPrices:
             return np.zeros_like(parameters)
         load, ring = self.workload, hardware.data
         fixed, of_byte = ring.scatter_seconds(0.0), _seconds_of_byte(layout, hardware, parameters, undivided)
-        zero = layout.strategy.zero
+        zero = self._shards_while_running(layout.strategy, layout)
         # In units of one reduce-scatter; an all-reduce costs two.
         scatters = {0: 2, 1: 1}.get(zero, 0)
         reduction = scatters * (fixed + load.reduce_bytes * of_byte)
@@ -270,10 +270,16 @@ class ClusterPrices:
         """Bytes of weights, gradients and optimizer states that a rank keeps; arguments as above."""
         load, sharded = self.workload, undivided / layout.replicas
         sizes = ((load.weight_bytes, 3), (load.gradient_bytes, 2), (load.state_bytes, 1))
+        zero = self._shards_while_running(strategy, layout)
         weights, gradients, states = (
-            (sharded if strategy.zero >= stage else parameters) * size for size, stage in sizes
+            (sharded if zero >= stage else parameters) * size for size, stage in sizes
         )
         return weights, gradients, states
+
+    def _shards_while_running(self, strategy: LayerStrategy, layout: ParallelLayout) -> int:
+        """The ZeRO stage of what is kept, and communicated, while microbatches run."""
+        whole = layout.degrees.pp > 1 and not self.workload.reduces_in_stages
+        return min(strategy.zero, 1) if whole else strategy.zero
 
     def reserve(self, layout: ParallelLayout) -> int:
         """Bytes of each device outside of PyTorch's allocator: its context, and a communicator an axis."""
@@ -313,13 +319,13 @@ class ClusterPrices:
         shape, degrees = self.workload.shape, layout.degrees
         parameters = shape.parameters(item, degrees.tp, layout.ep)
         undivided = parameters + (layout.ep - 1) * shape.expert_parameters(item, degrees.tp, layout.ep)
+        summing = self.rates.sum_seconds + hardware.tensor.reduce_seconds(work.summed_bytes)
         return ItemPrices(
             compute=slices * (forward + backward),
             recompute=slices * recomputed,
             backward=slices * backward,
             tensor=slices
-            * sums
-            * (self.rates.sum_seconds + hardware.tensor.reduce_seconds(work.summed_bytes)),
+            * _exposed_seconds(sums * summing, forward + backward, self.workload.tensor_overlap),
             context=context,
             experts=slices * routing,
             shards=self._shards(
@@ -405,7 +411,8 @@ class ClusterPrices:
 
         ``of_byte`` is what :func:`_seconds_of_byte` gives for an item.
         """
-        load, zero, fixed = self.workload, layout.strategy.zero, hardware.data.scatter_seconds(0.0)
+        load, fixed = self.workload, hardware.data.scatter_seconds(0.0)
+        zero = self._shards_while_running(layout.strategy, layout)
         if zero < 2 or layout.replicas == 1 or not of_byte:
             return 0.0
         scatter = fixed + load.reduce_bytes * of_byte
@@ -416,9 +423,10 @@ class ClusterPrices:
 
     def working_bytes(self, layout: ParallelLayout, item: ItemPrices) -> float:
         """Transient bytes of one item, including its unsharded gradients (ZeRO 2) and weights (ZeRO 3)."""
-        load, zero = self.workload, layout.strategy.zero
+        load, zero = self.workload, self._shards_while_running(layout.strategy, layout)
         if layout.replicas == 1:
             return item.working
+        buckets = load.bucket_bytes if zero and layout.degrees.pp == 1 else 0
         # Gradients of this item, and those of the item before while they are reduced
         # (osdp.cost.sharding.simulate).
         moved = item.parameters
@@ -426,7 +434,8 @@ class ClusterPrices:
             moved -= (item.undivided - item.parameters) // (layout.ep - 1)
         whole = 2 * load.reduce_bytes * moved if zero >= 2 else 0
         # This item's weights, and those of the next item while they are prefetched.
-        return item.working + whole + (2 * load.weight_bytes * moved if zero == 3 else 0)
+        gathered = max(2 * load.weight_bytes * moved, load.gathered_bytes) if zero == 3 else 0
+        return item.working + buckets + whole + gathered
 
     def end_seconds(
         self,

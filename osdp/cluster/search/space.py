@@ -50,6 +50,7 @@ class LayoutSpace:
         ep: Expert-parallel degrees.
         unstaged_zero: ZeRO stages that are not combined with pipelines.
         unsplit_zero: ZeRO stages that are not combined with tensor parallelism.
+        whole_groups: Whether ranks of several stages need a multiple of their number of microbatches.
     """
 
     tp: tuple[int, ...] = ()
@@ -65,6 +66,7 @@ class LayoutSpace:
     ep: tuple[int, ...] = ()
     unstaged_zero: tuple[int, ...] = ()
     unsplit_zero: tuple[int, ...] = ()
+    whole_groups: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,6 +226,8 @@ def _layouts(workload: Workload, space: LayoutSpace, plain: ParallelLayout) -> I
         if stages > 1 and (chunks_fault(shape) or stages * degrees.pp > len(shape.items)):
             continue
         if kind.fills_with_ranks and plain.microbatches < degrees.pp:
+            continue
+        if stages > 1 and space.whole_groups and plain.microbatches % degrees.pp:
             continue
         for zero, recompute in _choices(workload, space, plain):
             if plain.token_slices > 1 and not (

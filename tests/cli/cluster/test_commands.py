@@ -99,7 +99,7 @@ def test_ways_may_be_chosen_layer_by_layer(words: list[str], capsys: pytest.Capt
         "18GiB",
     )
     told = capsys.readouterr().out
-    assert "mixed" in told and "zero1, recompute full" in told
+    assert "mixed" in told and "zero2, recompute full" in told
     # What is best alike is told as that.
     run("cluster", "plan", *words, *degrees, *mixed, "--every", "--top", "1")
     assert "mixed" not in capsys.readouterr().out

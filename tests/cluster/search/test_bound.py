@@ -172,7 +172,7 @@ def test_ways_that_come_out_alike_do_not_hide_the_layout_in_which_they_are() -> 
     devices = cluster((node, 3))
     best = check(devices, load, LayoutSpace(tp=(2,), pp=(3,), schedules=("1f1b",)))
     # Stages that are each as fast as can be are not together: by item it would be half a millisecond more.
-    assert best == pytest.approx(0.037475, rel=1e-4)
+    assert best == pytest.approx(0.039140, rel=1e-4)
 
 
 def test_an_untied_head_leaves_two_embeddings_that_a_stage_may_share() -> None:
