@@ -13,7 +13,7 @@ shown and written.
   planner finds on the same machines, of those that the row's framework could run at its time
   (:mod:`benchmarks.support.published.spaces`). ``published_over_any``: the same over all layouts with one
   strategy for all layers, whatever the framework. Of layouts that a source compares on the same machines
-  the fastest alone counts, and none of a search for the largest model that fits: nobody chose the others.
+  the fastest alone counts: nobody chose the others.
 
 Rows that the planner has no terms for are counted by reason. A mixture of both halves is in the last four
 figures; the first two errors are of the half that is set aside.
@@ -52,9 +52,6 @@ from osdp.cluster.plan import ClusterPlan, ParallelLayout, Workload
 from osdp.cluster.search.layouts import best_layouts
 from osdp.cluster.search.space import LayoutSpace
 from osdp.plan.shard_math import part_sizes
-
-#: Rows of a search for the largest model that fits, with four microbatches a step.
-LARGEST_MODELS = "bigscience-maxsize-"
 
 #: Fewest rows that ran out of memory for which a count of wrong ones is told.
 FEWEST = 15
@@ -125,10 +122,12 @@ def names_of_chosen(cases: Sequence[PublishedCase]) -> set[str]:
     """Of the layouts that a source compares for a model and a batch on the same machines, the fastest."""
     fastest: dict[Hashable, PublishedCase] = {}
     for case in cases:
-        if case.seconds is None or case.name.startswith(LARGEST_MODELS):
+        if case.seconds is None:
             continue
         row, shape = case.row, case.workload.shape
-        alike = (row["source_url"], row["gpu"], row["num_gpus"], row["precision"], case.workload.global_batch)
+        # Batches that differ by less than about a tenth are one.
+        batch = round(math.log(case.workload.global_batch, 1.1))
+        alike = (row["source_url"], row["gpu"], row["num_gpus"], row["precision"], batch)
         key = (*alike, shape.layers, shape.hidden, shape.sequence)
         if key not in fastest or case.seconds < (fastest[key].seconds or math.inf):
             fastest[key] = case

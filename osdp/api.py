@@ -12,6 +12,7 @@ from osdp.hardware.device_info import DeviceInfo
 from osdp.hardware.profile import Profile
 from osdp.inputs import (
     choosable_local_batches,
+    describe_together,
     make_profiler,
     make_rank_model,
     mesh_to_measure,
@@ -20,7 +21,6 @@ from osdp.inputs import (
     resolve_mesh,
     resolve_stage_device,
     resolve_training,
-    same_description,
     samples_of_rank,
     with_microbatches,
 )
@@ -45,6 +45,7 @@ from osdp.profiler.cache import MeasurementCache
 from osdp.profiler.links.axis_links import with_tensor_links
 from osdp.runtime.running import check_model_parallel_options
 from osdp.search.batch_mix import BatchShape, best_plan_of_mix
+from osdp.search.deadline import Deadline
 from osdp.search.pipeline.planner import best_pipeline
 from osdp.search.sharding.planner import batches, best_plan
 from osdp.tracing.dataflow import trace_flow
@@ -126,8 +127,7 @@ def _data_parallel_plan(
     """The plan of a model that each rank computes as a whole."""
     allowed, mesh = allowed_modes(chosen), mesh or mesh_to_measure(model, chosen["profile"])
     group = mesh.get_group() if mesh is not None else None
-    description, sample = resolve_description(model, model_desc, loss_fn, chosen["auto_wrap_policy"])
-    description = same_description(description, group)
+    description, sample = describe_together(model, model_desc, loss_fn, chosen["auto_wrap_policy"], group)
     training = resolve_training(training, description, chosen)
     cache = MeasurementCache(chosen["cache_dir"], group, measures=chosen["start"] == MEASURED)
     device = resolve_device(device_info, mesh, chosen["group_sizes"], cache)
@@ -138,7 +138,10 @@ def _data_parallel_plan(
     sizes = choosable_local_batches(description, chosen)
     candidates = batches(training, sizes, chosen["microbatches"], measure, samples)
     cache.report()
-    return on_first_rank(lambda: best_plan(description, candidates, device, rules), group)
+    seconds = chosen["search_seconds"]
+    return on_first_rank(
+        lambda: best_plan(description, candidates, device, rules, Deadline.after(seconds)), group
+    )
 
 
 def _check_ranks(chosen: PlanOptions, device: DeviceInfo) -> None:
@@ -177,8 +180,7 @@ def _plan_of_mix(
     rules = make_search_options(allowed, chosen, device)
     shapes = []
     for batch, share, profile in zip(mix.batches, mix.shares, profiles, strict=True):
-        description, sample = resolve_description(model, batch, loss_fn, chosen["auto_wrap_policy"])
-        description = same_description(description, group)
+        description, sample = describe_together(model, batch, loss_fn, chosen["auto_wrap_policy"], group)
         training = resolve_training(training, description, chosen)
         own: PlanOptions = {**chosen, "profile": profile}
         measure = make_profiler(model, description, sample, device, own, mesh, loss_fn, cache)
@@ -189,7 +191,10 @@ def _plan_of_mix(
     trainings = [
         replace(training, microbatches=count) for count in chosen["microbatches"] or [training.microbatches]
     ]
-    return on_first_rank(lambda: best_plan_of_mix(shapes, trainings, device, rules), group)
+    seconds = chosen["search_seconds"]
+    return on_first_rank(
+        lambda: best_plan_of_mix(shapes, trainings, device, rules, Deadline.after(seconds)), group
+    )
 
 
 def _model_parallel_plan(

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from osdp.comm.groups import device_of
-from osdp.comm.objects import broadcast_object, is_first, on_first_rank
+from osdp.comm.objects import broadcast_object, gather_objects, is_first, on_first_rank
 from osdp.cost.tensor_parallel import part_profile, with_exchanges
 from osdp.hardware.device_info import DeviceInfo
 from osdp.hardware.profile import Profile
@@ -49,11 +49,11 @@ logger = logging.getLogger(__name__)
 
 #: Upper end of what activations and workspace of segments really take, as a multiple of what is traced on
 #: fake tensors; plans that begin from an estimate are made with it. Peaks of uniform plans with measured
-#: profiles were at most those with estimated ones for six of ten models, and for one it was equal; those with
+#: profiles were at most those with estimated ones for six of ten models, and for one equal; those with
 #: convolutions needed this factor to be 1.05 (ResNet), 1.1 (UNet) and 1.9 (ConvNeXt: workspace of oneDNN's
 #: depthwise convolutions). 2-core x86-64 CPU, torch 2.13, 2026-11; compare :func:`osdp.make_plan` with a
 #: profile of either kind.
-UPPER_END, UPPER_END_OF_CONVOLUTIONS = 1.1, 2.0
+UPPER_END, UPPER_END_OF_CONVOLUTIONS = 1.03, 2.0
 
 #: Microbatches for each rank of a pipeline, where nobody asked for a number.
 _MICROBATCHES = 4
@@ -293,14 +293,34 @@ def resolve_description(
     return description, batch
 
 
-def same_description(description: ModelDesc, group: dist.ProcessGroup | None) -> ModelDesc:
-    """The description of the first rank of ``group``, where ranks may differ in theirs.
+def describe_together(
+    model: nn.Module | None,
+    given: Any,
+    loss_fn: Callable[..., Any] | None,
+    policy: Callable[..., Any] | None,
+    group: dist.ProcessGroup | None,
+) -> tuple[ModelDesc, SampleBatch | None]:
+    """:func:`resolve_description` on all ranks of ``group``, which get the description of the first.
 
     Modules that are described as one run on the values of the batch, which each rank may have its own of.
+
+    Raises:
+        ValueError: Ranks differ in whether their model can be described; and others, as there.
     """
-    if group is None or not description.opaque:
-        return description
-    return broadcast_object(description, group)
+    if group is None:
+        return resolve_description(model, given, loss_fn, policy)
+    try:
+        description, sample = resolve_description(model, given, loss_fn, policy)
+    except Exception as error:  # whatever it is, the other ranks are told
+        gather_objects((f"{type(error).__name__}: {error}", False), group)
+        raise
+    everyone = gather_objects(("", bool(description.opaque)), group)
+    failed = [(rank, said) for rank, (said, _) in enumerate(everyone) if said]
+    if failed:
+        raise ValueError(f"the model could not be described on rank {failed[0][0]}: {failed[0][1]}")
+    if any(differs for _, differs in everyone):
+        description = broadcast_object(description, group)
+    return description, sample
 
 
 def _atoms(model: nn.Module, policy: Callable[..., Any] | None) -> Sequence[str]:

@@ -7,6 +7,7 @@ they leave to the search (schedules, modes, slices) follows from them here too.
 
 import difflib
 import inspect
+import math
 import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
@@ -77,6 +78,10 @@ class PlanOptions(TypedDict, total=False):
             machines those of one machine, if ``None``.
         two_step: Whether units that are sharded over all ranks are gathered and reduced across such groups
             and inside them one after the other; the search decides if ``None``.
+        search_seconds: Time limit of the search: it goes on until its plan is proven best or these seconds
+            are over, and the notes say what is left unproven. Rank 0 searches and the others wait, which they
+            do no longer than the process group's time-out. By default a bounded number of rounds, of about a
+            second for a model of hundreds of operators.
         auto_wrap_policy: A policy of torch or fairscale; what it would wrap is decided as one.
         param_dtype: Dtype parameters are computed in; overrides the training's, as ``reduce_dtype`` does.
         reduce_dtype: Dtype gradients are reduced in.
@@ -106,6 +111,7 @@ class PlanOptions(TypedDict, total=False):
     offload: Annotated[bool, Option(True)]
     group_sizes: Annotated[Sequence[int] | None, Option()]
     two_step: Annotated[bool | None, Option()]
+    search_seconds: Annotated[float | None, Option()]
     auto_wrap_policy: Annotated[Callable[..., Any] | None, Option()]
     param_dtype: Annotated[str | torch.dtype | None, Option()]
     reduce_dtype: Annotated[str | torch.dtype | None, Option()]
@@ -175,6 +181,13 @@ def check_together(options: PlanOptions, dims: ParallelDims | None) -> None:
         raise ValueError("schedule= orders the stages of a pipeline, of which there is one: pass pp=, too")
     if options["sequence_parallel"] and (dims is None or dims.tp == 1):
         raise ValueError("sequence_parallel shares a sequence among tensor-parallel ranks: pass tp=, too")
+    seconds = options["search_seconds"]
+    if seconds is not None and not 0 < seconds < math.inf:
+        raise ValueError(f"search_seconds= is a time limit, more than 0 and finite, not {seconds}")
+    if seconds is not None and dims is not None:
+        raise ValueError(
+            "search_seconds= limits the search of plans without stages and tensor parallelism: leave it out"
+        )
     if options["start"] not in (MEASURED, ESTIMATED):
         raise ValueError(f"start= is {MEASURED!r} or {ESTIMATED!r}, not {options['start']!r}")
     if options["start"] == ESTIMATED and dims is not None:

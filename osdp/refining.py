@@ -85,8 +85,8 @@ def check_can_refine(device: str, described: object, plan: Plan | None) -> None:
     _check_timed(device)
     if isinstance(described, BatchMix):
         raise ValueError(
-            "refining compares steps of one shape, and a BatchMix has several: leave refine= out, or pass "
-            "the largest batch"
+            "refining compares steps of one shape, and a BatchMix has several: pass refine=False, or the "
+            "largest batch"
         )
     if plan is not None:
         basis_of(plan)
@@ -122,7 +122,7 @@ def check_refinable(model: Refinable) -> None:
 
 
 def check_refine(
-    model: Refinable, optimizers: Sequence[object], stepped: Sequence[Optimizer], steps: int
+    model: Refinable, optimizers: Sequence[object], stepped: Sequence[Optimizer], steps: int | None
 ) -> None:
     """Raise on all ranks unless ``model`` can be refined.
 
@@ -153,7 +153,7 @@ def check_refine(
         if any(all(each is not other for other in given) for each in stepped):
             raise ValueError("an optimizer that has trained this model was left out: pass all of them")
         check_refinable(model)
-        if steps < 1:
+        if steps is not None and steps < 1:
             raise ValueError(f"steps are those that are left to train, at least 1, not {steps}")
         waiting = applied.sharded.waiting_for
         if waiting is not None:
@@ -172,14 +172,16 @@ class Refiner:
         model: The model.
         optimizers: All that step on it, the first of which marks the steps; those that have stepped, once
             there are some, if empty.
-        steps: Steps that are left to train.
+        steps: Steps that are left to train; ``None`` if nobody has said.
         keeps: Whether to keep the plan, and only tell what another would win.
 
     Attributes:
         result: What was found, once it is.
     """
 
-    def __init__(self, model: Refinable, optimizers: Sequence[Optimizer], steps: int, *, keeps: bool) -> None:
+    def __init__(
+        self, model: Refinable, optimizers: Sequence[Optimizer], steps: int | None, *, keeps: bool
+    ) -> None:
         self.result: Refinement | None = None
         self._model, self._optimizers, self._steps_left, self._keeps = model, optimizers, steps, keeps
         #: The plan that it knows the model to run under.
@@ -198,6 +200,7 @@ class Refiner:
         self._forwards = self._held_up = 0
         #: Whether steps are recorded once more, since the batch changed between them.
         self._again = False
+        self._follows_plan = False
         if optimizers:
             self._follow(optimizers)
 
@@ -208,16 +211,18 @@ class Refiner:
     def _count(self, *_: object) -> None:
         self._steps += 1
 
-    def before_forward(self, scheduled: int = 0) -> None:
+    def before_forward(self, scheduled: int = 0, *, follows_plan: bool = False) -> None:
         """Go on at the beginning of a step; called before every forward.
 
         Args:
             scheduled: Microbatches that ``train_step`` is about to run; 0 in a loop of one's own.
+            follows_plan: Whether that loop reduces gradients when the plan says.
         """
-        if self._recorder is not None:
-            self._recorder.scheduled = scheduled
+        self._follows_plan |= follows_plan
         if self.result is not None or not torch.is_grad_enabled():
             return
+        if self._recorder is not None:
+            self._recorder.scheduled = scheduled
         if self._model.plan is not self._plan:
             self._begin_again()
             if self.result is not None:
@@ -239,6 +244,11 @@ class Refiner:
             recorded, self._recorder = self._recorder.steps[-RECORDED:], None
             self._decide(recorded)
 
+    @property
+    def _left(self) -> int:
+        """Steps in which a faster plan is to earn its switch."""
+        return HORIZON if self._steps_left is None else max(self._steps_left - self._steps, 0)
+
     def _waiting_for(self) -> str | None:
         """What has to come before the model is between two steps; ``None`` if it is."""
         if self._model._optimizer_check.is_in_step:
@@ -251,9 +261,10 @@ class Refiner:
         if self._held_up == _PATIENCE and is_first():
             logger.warning(
                 "the plan is not refined yet: it is at the beginning of a forward between two steps, and at "
-                "%d of them %s",
+                "%d of them %s%s",
                 _PATIENCE,
                 waiting_for,
+                ": call model.begin_step() before each step" if waiting_for == _IN_STEP else "",
             )
 
     def pause(self) -> None:
@@ -273,6 +284,7 @@ class Refiner:
     def _begin_again(self) -> None:
         """Go on from the plan that somebody has switched to by hand, which is kept as one that was given."""
         self._plan, self._keeps, self._steps_at_start, self._round = self._model.plan, True, self._steps, 0
+        self._again = False
         self._measured.clear()
         try:
             self._basis, self._known = basis_of(self._plan), frozenset()
@@ -305,7 +317,8 @@ class Refiner:
             self._again, self._steps_at_start = True, self._steps - SETTLING
             return
         self._again = False
-        measured = combined(everyone, plan, self._basis.profile_at(plan.local_batch))
+        profile = self._basis.profile_at(plan.local_batch)
+        measured = combined(everyone, plan, profile, follows_plan=self._follows_plan)
         seconds = max(median(step.seconds for step in steps) for steps in everyone)
         self._most = max(self._most, measured.local_batch)
         batch = measured.local_batch, measured.microbatches
@@ -328,7 +341,7 @@ class Refiner:
                     plan,
                     self._basis,
                     measured,
-                    steps_left=max(self._steps_left - self._steps, 0),
+                    steps_left=self._left,
                     known_links=self._known,
                     most=self._most,
                 )
@@ -354,7 +367,7 @@ class Refiner:
         else:
             self._measured.clear()  # there is no way back
             if self._switch(found.plan, seconds) and is_last:
-                self._end(seconds, found.reason)
+                self._end(found.then, f"{found.reason}; its own steps are predicted")
 
     def _switch(self, plan: Plan, seconds: float) -> bool:
         """Switch to ``plan``, or end; whether it was done."""
@@ -423,7 +436,9 @@ def as_stepped(
         return training
 
 
-def combined(everyone: Sequence[Sequence[RecordedStep]], plan: Plan, profile: Profile) -> StepMeasurement:
+def combined(
+    everyone: Sequence[Sequence[RecordedStep]], plan: Plan, profile: Profile, *, follows_plan: bool = False
+) -> StepMeasurement:
     """One measurement of what all ranks recorded: medians over steps, of the rank that computes longest.
 
     A collective takes as long as on the rank that came to it last.
@@ -432,6 +447,7 @@ def combined(everyone: Sequence[Sequence[RecordedStep]], plan: Plan, profile: Pr
         everyone: Steps of each rank.
         plan: The plan that they ran under.
         profile: The profile that it was made with, for the batch where none was seen.
+        follows_plan: Whether the loop reduces gradients when the plan says; ``train_step`` does so anyway.
     """
     slowest = max(everyone, key=lambda steps: median(_compute(step) for step in steps))
     samples = max(step.samples for steps in everyone for step in steps)
@@ -446,7 +462,7 @@ def combined(everyone: Sequence[Sequence[RecordedStep]], plan: Plan, profile: Pr
         backward_seconds=median(step.backward_seconds for step in slowest),
         optimizer_seconds=median(step.optimizer_seconds for step in slowest),
         reductions=min(max(mode(step.reductions for step in slowest), 1), microbatches),
-        is_scheduled=all(step.scheduled > 0 for step in slowest),
+        follows_plan=follows_plan or all(step.scheduled > 0 for step in slowest),
         in_cpu_time=slowest[0].in_cpu_time,
         spread=relative_spread([step.seconds for step in slowest]) / math.sqrt(len(slowest)),
     )
@@ -454,7 +470,9 @@ def combined(everyone: Sequence[Sequence[RecordedStep]], plan: Plan, profile: Pr
 
 def _stretches(steps: Sequence[dict[tuple[str, ...], float]]) -> tuple[StretchTime, ...]:
     """Medians over steps; if other marks were read in some of them, of all stretches together."""
-    if any(step.keys() != steps[0].keys() for step in steps):
+    once = [name for modules in steps[0] for name in modules]
+    # Microbatches, too, may differ in what was marked.
+    if len(set(once)) < len(once) or any(step.keys() != steps[0].keys() for step in steps):
         names = tuple(dict.fromkeys(name for step in steps for modules in step for name in modules))
         return (StretchTime(names, median(sum(step.values()) for step in steps)),)
     return tuple(StretchTime(modules, median(step[modules] for step in steps)) for modules in steps[0])

@@ -24,7 +24,7 @@ from osdp.options import ESTIMATED, PlanOptions, check_known, complete, lists_op
 from osdp.plan.measured import MemoryReport
 from osdp.plan.plan import Plan
 from osdp.refine.refinement import Refinement
-from osdp.refining import HORIZON, Refiner, check_alike, check_can_refine, check_refine
+from osdp.refining import Refiner, check_alike, check_can_refine, check_refine
 from osdp.resolve import Asked, applied_model, check_reuse
 from osdp.runtime import ShardedModel
 from osdp.runtime.checkpoint import load_pretrained
@@ -194,7 +194,7 @@ class OSDP(Stepped, Wrapped, PlannedModule, nn.Module):
             check_alike(self.mesh, refines=bool(refine))
         if refine:
             self._check_alone()
-            self.__dict__["_refiner"] = Refiner(self, (), HORIZON, keeps=plan is not None)
+            self.__dict__["_refiner"] = Refiner(self, (), None, keeps=plan is not None)
 
     # What can be passed is what __init__ takes: that is what help() and inspect.signature() are to show.
     functools.update_wrapper(__new__, __init__, assigned=(), updated=())
@@ -243,7 +243,7 @@ class OSDP(Stepped, Wrapped, PlannedModule, nn.Module):
         self.begin_step()
         return self._applied.forward(*args, **kwargs)
 
-    def begin_step(self, num_microbatches: int = 0) -> None:
+    def begin_step(self, num_microbatches: int = 0, *, follows_plan: bool = False) -> None:
         """Where a plan is refined, and the model is between two steps, this may switch it.
 
         Forwards and :meth:`train_step` call it; others need it only where forwards run inside of
@@ -251,9 +251,11 @@ class OSDP(Stepped, Wrapped, PlannedModule, nn.Module):
 
         Args:
             num_microbatches: Microbatches that ``train_step`` is about to run.
+            follows_plan: Whether the loop reads ``plan.reduce_each_microbatch`` in every step, so that a plan
+                that reduces otherwise may be switched to.
         """
         if self._refiner is not None:
-            self._refiner.before_forward(num_microbatches)
+            self._refiner.before_forward(num_microbatches, follows_plan=follows_plan)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Backwards inside keep their gradients; the first one outside reduces them all.
@@ -365,10 +367,11 @@ class OSDP(Stepped, Wrapped, PlannedModule, nn.Module):
         if fault is not None:
             raise fault
 
-    def refine(self, optimizer: Optimizer | Sequence[Optimizer], *, steps: int = HORIZON) -> None:
+    def refine(self, optimizer: Optimizer | Sequence[Optimizer], *, steps: int | None = None) -> None:
         """Find out from the next steps what they take, and switch to a faster plan if there is one.
 
-        Every rank calls it, between two steps. Some of the next 30 steps are timed by unit; links, compute
+        Every rank calls it, between two steps. Some of the next 30 steps (or, where the batch changes, a few
+        more) are timed by unit; links, compute
         and the optimizer's step are corrected by that, and the plan is searched again. Where another saves
         more in the steps that are left than a :meth:`switch` takes, and more than the steps differ, the model
         goes on under it, at the beginning of a forward. Once :attr:`refinement` is there, nothing changes
@@ -376,7 +379,7 @@ class OSDP(Stepped, Wrapped, PlannedModule, nn.Module):
 
         Args:
             optimizer: The optimizer, or all of them; also in wrappers.
-            steps: Steps that are left to train.
+            steps: Steps that are left to train; about a thousand are assumed if ``None``.
 
         Raises:
             TypeError: There is no optimizer.

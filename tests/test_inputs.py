@@ -1,9 +1,12 @@
-"""What callers pass to a plan of stages: devices of all ranks or of one stage."""
+"""What callers pass: devices of all ranks or of one stage, and models that some ranks cannot describe."""
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from osdp import DeviceInfo
+from osdp import OSDP, DeviceInfo
 from osdp.inputs import resolve_stage_device
 from osdp.plan.dims import ParallelDims
 from osdp.profiler.cache import MeasurementCache
@@ -29,3 +32,31 @@ def test_a_description_of_neither_all_ranks_nor_one_stage_is_refused() -> None:
         ValueError, match=r"device_info describes 1 ranks, one stage has dp=2: pass the memory"
     ):
         resolve_stage_device(one, ParallelDims(2, 2, 1), None, None, MeasurementCache(None))
+
+
+class Picky(nn.Module):
+    """Takes batches of one length alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.shape[1] != 8:
+            raise ValueError(f"{x.shape[1]} features")
+        y: torch.Tensor = self.inner(x)
+        return y
+
+
+def describes_what_one_rank_cannot() -> str:
+    batch = torch.zeros(2, 8 + dist.get_rank())
+    with pytest.raises(ValueError) as caught:
+        OSDP(Picky(), batch, "1GiB", loss_fn=lambda y: y.sum(), start="estimated", cache_dir=None)
+    return " ".join(str(caught.value).split())
+
+
+def test_a_model_that_one_rank_cannot_describe_is_an_error_on_all() -> None:
+    """The others waited for it, until the backend's time-out."""
+    other, failed = run(2, describes_what_one_rank_cannot)
+    assert "could not be described on rank 1" in other and "9 features" in other
+    assert "9 features" in failed

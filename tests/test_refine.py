@@ -468,7 +468,7 @@ def asks_for_what_cannot_be() -> list[str]:
     return [*said, str(caught.value)]
 
 
-def test_what_cannot_be_refined_is_refused_before_the_model_is_wrapped() -> None:
+def test_what_cannot_be_refined_is_refused_before_training() -> None:
     for mix, ranks in run(2, asks_for_what_cannot_be):
         assert "a BatchMix has several" in mix
         assert "ranks differ in refine=" in ranks

@@ -46,6 +46,9 @@ class SearchChoices:
     slices: Annotated[bool, typer.Option(help="allow operators to run in slices")] = True
     recompute: Annotated[bool, typer.Option(help="allow recomputation of blocks")] = True
     offload: Annotated[bool, typer.Option(help="allow offloading of sharded states to host memory")] = True
+    search_seconds: Annotated[
+        float | None, typer.Option(help="time limit of the search; by default about a second")
+    ] = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +98,7 @@ def plan(
         "slices": SLICES if choices.slices else (),
         "recompute": choices.recompute,
         "offload": choices.offload,
+        "search_seconds": choices.search_seconds,
     }
     if layout.pp > 1 or layout.tp > 1:
         if described.devices is not None:

@@ -121,5 +121,5 @@ def _ring_links(group: str, ring: Ring) -> tuple[Link, ...]:
     return (
         Link("all_gather", group, ring.size, latency, bandwidth),
         Link("reduce_scatter", group, ring.size, latency, bandwidth),
-        Link("all_reduce", group, ring.size, 2 * latency, bandwidth / 2),
+        Link("all_reduce", group, ring.size, ring.reduce_seconds(0.0), bandwidth / 2),
     )

@@ -117,6 +117,8 @@ class Workload:
             15 % on average over eight language models, up to 33 % (Guo et al., "GMLake", ASPLOS 2024,
             abstract), and up to 43 % (Huang et al., "STAlloc", arXiv:2507.16274, 2025). Layers that are not
             recomputed allocate alike in every microbatch, and are counted without.
+        stored_fragmentation: The same share of weights, gradients and states; 0 where a framework allocates
+            each of them at once, before it trains.
         boundary_copies: Copies of a stage's input and of its output that are kept for every microbatch in
             flight, in addition to what its layers save.
     """
@@ -143,6 +145,7 @@ class Workload:
     reserve: int = 2**30
     communicator_bytes: int = 688 * 2**20
     fragmentation: float = 0.15
+    stored_fragmentation: float = 0.0
     boundary_copies: int = 0
 
     @property
@@ -153,8 +156,9 @@ class Workload:
     def __post_init__(self) -> None:
         if self.global_batch < 1:
             raise ValueError(f"a step needs at least 1 sample, got a global batch of {self.global_batch}")
-        if not 0 <= self.fragmentation < 1:
-            raise ValueError(f"fragmentation must be in 0..1, less than 1, got {self.fragmentation}")
+        for name in ("fragmentation", "stored_fragmentation"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name} must be in 0..1, less than 1, got {getattr(self, name)}")
         for name in ("overlap", "tensor_overlap"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} must be in 0..1, got {getattr(self, name)}")

@@ -357,9 +357,12 @@ def _links(rings: Sequence[Ring]) -> tuple[Link, ...]:
     size = rings[0].size
     links = []
     for collective in COLLECTIVES:
-        # Inverse of Ring.scatter_seconds: an all-reduce sends everything twice.
+        # Inverse of Ring.scatter_seconds and reduce_seconds: an all-reduce sends everything twice.
         times = 2 if collective == "all_reduce" else 1
-        latency = max(times * ring.scatter_seconds(0.0) for ring in rings)
+        latency = max(
+            ring.reduce_seconds(0.0) if collective == "all_reduce" else ring.scatter_seconds(0.0)
+            for ring in rings
+        )
         bandwidth = min(ring.link.bandwidth for ring in rings) * size / (size - 1) / times
         links.append(Link(collective, "world", size, latency, bandwidth))
     return tuple(links)

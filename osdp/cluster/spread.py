@@ -1,8 +1,8 @@
 """Spread: how far measurements lie from predictions, as 90 % intervals, and which predictions are ties.
 
 Without measured steps of one's own the factors are those of published trainings: the 5 % and 95 % quantiles
-of measured over predicted seconds of 75 rows (the third and the third last, so that nine tenths of others may
-be expected within), and all of measured over predicted peaks of 16, of the tuning half of
+of measured over predicted seconds of 73 rows (the third smallest and the third largest, between which nine
+tenths of others may be expected), and all of measured over predicted peaks of 16, of the tuning half of
 ``benchmarks/support/published`` (2026-11; the half set aside tells how well they hold,
 ``benchmarks/published_layouts.py``). Most of such an error is shared by all layouts of a model on a machine.
 What is a layout's own follows from the steps of vTrain (MICRO 2024; 9,792 pairs of layouts of one model and
@@ -28,11 +28,11 @@ class Spread:
     """
 
     low: float = 0.90
-    high: float = 1.50
+    high: float = 1.35
     own: float = 0.135
     shared: float = 0.0
-    peak_low: float = 0.93
-    peak_high: float = 1.23
+    peak_low: float = 0.92
+    peak_high: float = 1.16
 
     def __post_init__(self) -> None:
         seconds, peak = 0 < self.low <= 1 <= self.high, 0 < self.peak_low <= 1 <= self.peak_high

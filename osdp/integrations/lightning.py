@@ -101,9 +101,9 @@ class OSDPStrategy(TrainerStrategy):
     def optimizer_step(
         self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **options: Any
     ) -> Any:
-        """Step. Forwards run inside of it, so that a plan that is refined changes before."""
+        """Step; another plan is switched to before, where one is refined, since forwards run inside."""
         for wrapped in _wrapped_in(self._lightning_model):
-            wrapped.begin_step()
+            wrapped.begin_step(follows_plan=True)
         return super().optimizer_step(optimizer, closure, model, **options)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:

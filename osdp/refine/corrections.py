@@ -31,9 +31,10 @@ from osdp.refine.stretches import end_of_model
 
 #: Relative error of a backward from which its all-reduces are said to be of another speed.
 _CLOSE = 0.005
-#: Powers of two that links may be slower, or faster, than was thought: that they are slow is seen, that they
-#: are fast only where nothing else was in the backward.
-_SLOWER, _FASTER = 10.0, 4.0
+#: Powers of two that all-reduces may be slower, or faster, than was thought: that they are slow is seen, that
+#: they are fast only where nothing else was in the backward. Where other collectives were timed, which share
+#: the network, no more than so many from what these say.
+_SLOWER, _FASTER, _BESIDE_OTHERS = 10.0, 4.0, 2.0
 #: Halvings of an interval, enough for any float that matters here.
 _HALVINGS = 40
 #: Times that activations may be larger than was thought.
@@ -150,7 +151,8 @@ def _with_all_reduces(
     desc, profile = basis.model_desc, basis.profiles[0]
     loss = sum(profile.of(segment).backward.seconds for segment in desc.segments[end_of_model(desc) :])
     loss *= measured.microbatches * (device.ranks_per_core if profile.measured else 1)
-    power = _meet(backward, measured.backward_seconds + loss)
+    within = (_BESIDE_OTHERS, _BESIDE_OTHERS) if measured.collectives else (_SLOWER, _FASTER)
+    power = _meet(backward, measured.backward_seconds + loss, *within)
     return slower(2.0**power), known | {_ALL_REDUCE}
 
 
@@ -161,15 +163,21 @@ def _backward_seconds(problem: ShardingProblem, found: ShardingSolution) -> floa
     return settings.reductions * seconds.reducing + silent * seconds.silent
 
 
-def _meet(rising: Callable[[float], float], goal: float) -> float:
+def _meet(rising: Callable[[float], float], goal: float, slower: float, faster: float) -> float:
     """The power at which ``rising`` is ``goal``: 0 if it is near by, the nearest to 0 where it is flat.
 
     Also 0 if it does not rise that far: what took so long was something else, such as other programs.
+
+    Args:
+        rising: A function that rises.
+        goal: Its value.
+        slower: The largest power.
+        faster: The smallest, negated.
     """
     at_zero = rising(0.0)
-    if abs(at_zero - goal) <= _CLOSE * goal or rising(_SLOWER) < goal:
+    if abs(at_zero - goal) <= _CLOSE * goal or rising(slower) < goal:
         return 0.0
-    low, high = (0.0, _SLOWER) if at_zero < goal else (-_FASTER, 0.0)
+    low, high = (0.0, slower) if at_zero < goal else (-faster, 0.0)
     # What compute hides altogether may be any faster: not to be told by more than that it is hidden.
     goal = max(goal, rising(low) * (1 + _CLOSE))
     for _ in range(_HALVINGS):

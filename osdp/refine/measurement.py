@@ -54,8 +54,8 @@ class StepMeasurement(Savable):
             reduction.
         optimizer_seconds: The optimizer's step, without gathering what it has updated.
         reductions: Backwards of a step that reduced their gradients.
-        is_scheduled: Whether ``train_step`` ran the microbatches, which reduces as the plan says; a loop of
-            one's own goes on as it does.
+        follows_plan: Whether what runs the microbatches reduces gradients when the plan says, as
+            ``train_step`` does; a loop of one's own goes on as it did.
         in_cpu_time: Whether the compute is in seconds of a core, which stand still while another rank has it.
         spread: How far a median of the measured steps may be off, relative to it.
         peak_bytes: Most bytes that were alive, above what was there before the model was wrapped; ``None``
@@ -70,7 +70,7 @@ class StepMeasurement(Savable):
     backward_seconds: float
     optimizer_seconds: float
     reductions: int = 1
-    is_scheduled: bool = False
+    follows_plan: bool = False
     in_cpu_time: bool = False
     spread: float = 0.0
     peak_bytes: int | None = None

@@ -69,7 +69,8 @@ def next_plan(
     """
     shown = corrected(plan, basis, measured, known_links)
     # A loop that reduces in each backward, or once a step, goes on to.
-    way = None if measured.is_scheduled else measured.reduces_each
+    follows = measured.follows_plan or measured.microbatches == 1
+    way = None if follows else measured.reduces_each
     shown = replace(shown, basis=replace(shown.basis, options=replace(shown.basis.options, reduce_each=way)))
     best = replace(search_again(shown.basis), token_slices=plan.token_slices)
     outcome = problem_of(plan, shown.basis, reduces_each=measured.reduces_each)[1].outcome

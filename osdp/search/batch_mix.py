@@ -21,6 +21,7 @@ from osdp.model.training import Training
 from osdp.plan.plan import Plan
 from osdp.plan.search_options import SHARDING, SearchOptions
 from osdp.plan.sharding import Prediction
+from osdp.search.deadline import NO_DEADLINE, Deadline
 from osdp.search.sharding.planner import Candidate, best_plan
 from osdp.text import format_bytes, format_seconds
 
@@ -57,6 +58,7 @@ def best_plan_of_mix(
     trainings: Sequence[Training],
     device: DeviceInfo,
     options: SearchOptions = SHARDING,
+    deadline: Deadline = NO_DEADLINE,
 ) -> Plan:
     """The plan with the fewest seconds a step in the mean over ``shapes`` that keeps the limit at each.
 
@@ -65,6 +67,7 @@ def best_plan_of_mix(
         trainings: Trainings that differ in their microbatches.
         device: The devices and their memory limit.
         options: Allowed choices.
+        deadline: When the search ends; by default a bounded number of rounds is made.
 
     Raises:
         InfeasibleError: Nothing fits at one of the shapes.
@@ -75,9 +78,10 @@ def best_plan_of_mix(
     searched = [*shapes] if mean is None else [replace(largest, profile=mean), *shapes]
     best: _Judged | None = None
     fault: InfeasibleError | PlanMismatchError | None = None
-    for shape in searched:
+    for number, shape in enumerate(searched):
+        own = deadline.share(len(searched) - number)
         try:
-            found = _fitting(shape, shapes, trainings, device, options)
+            found = _fitting(shape, shapes, trainings, device, options, own)
         except (InfeasibleError, PlanMismatchError) as error:
             fault = fault or error
             continue
@@ -115,6 +119,7 @@ def _fitting(
     trainings: Sequence[Training],
     device: DeviceInfo,
     options: SearchOptions,
+    deadline: Deadline,
 ) -> _Judged:
     """The best plan for ``shape`` that keeps the limit at all ``shapes``.
 
@@ -130,7 +135,9 @@ def _fitting(
     plan: Plan | None = None
     for number in range(_MOST_TRIES):
         try:
-            plan = best_plan(shape.model_desc, candidates, replace(device, memory_limit=limit), options)
+            plan = best_plan(
+                shape.model_desc, candidates, replace(device, memory_limit=limit), options, deadline
+            )
         except InfeasibleError:
             if plan is None:
                 raise
@@ -189,6 +196,8 @@ def _with_mean(judged: _Judged, shapes: Sequence[BatchShape], largest: BatchShap
         f"peak {format_bytes(step.peak_bytes)}"
         for step, shape in zip(steps, shapes, strict=True)
     ]
+    # Of modules that only another shape runs as one.
+    doubts = [doubt for shape in shapes for doubt in shape.model_desc.doubts]
     if len({shape.profile.local_batch for shape in shapes}) > 1:
         told.append("samples per second are told as if all batches had the samples of the largest")
     return replace(
@@ -198,7 +207,7 @@ def _with_mean(judged: _Judged, shapes: Sequence[BatchShape], largest: BatchShap
         basis=None,
         training=replace(plan.training, local_batch=largest.profile.local_batch),
         batch_shapes=tuple(shape.model_desc.batch_shape for shape in shapes),
-        notes=(*plan.notes, *told),
+        notes=tuple(dict.fromkeys((*plan.notes, *doubts, *told))),
     )
 
 

@@ -115,18 +115,23 @@ class OpaqueModules:
         #: Index and values of each tensor of the batch, by the storage of its fake tensor.
         self._values: dict[int, tuple[int, torch.Tensor]] = {}
         self._recorder: Recorder | None = None
-        #: Modules that were given what cannot be made again: integers of unknown values, and objects.
+        #: Modules that were given what cannot be made again: values that no gradient flows to, such as
+        #: lengths and masks, and objects.
         self._guessed: set[str] = set()
 
     def add(self, failure: UntraceableError) -> bool:
         """Make the module opaque in which a forward has failed; whether that is possible.
 
-        With it go all modules of its class, which run the same line: each would else take another trace.
+        With the second of a class go all of it, which run the same line: each would else take another trace.
+        The first may be the only one, with a hook of its own.
         """
         if failure.module is None or any(failure.module == module.name for module in self.modules):
             return False
         kind = type(self._model.get_submodule(failure.module))
-        alike = [name for name, module in self._model.named_modules() if type(module) is kind]
+        alike, known = [failure.module], {module.name for module in self.modules}
+        if any(type(self._model.get_submodule(name)) is kind for name in known):
+            modules = self._model.named_modules()
+            alike = [name for name, module in modules if type(module) is kind and name not in known]
         found = [*self.modules, *(OpaqueModule(name, failure.place, failure.reason) for name in alike)]
         names = [module.name for module in found]
         self.modules = tuple(
@@ -299,11 +304,10 @@ class OpaqueModules:
         return known if known is not None and known.dtype is fake.dtype else None
 
     def _is_made_up(self, leaf: Any) -> bool:
-        """Whether an argument is an integer tensor of unknown values, or an object that may hold tensors."""
+        """Whether an argument is a tensor of unknown values that is no activation, or may hold some."""
         if not isinstance(leaf, torch.Tensor):
             return not isinstance(leaf, _PLAIN)
-        is_integer = not (leaf.is_floating_point() or leaf.is_complex() or leaf.dtype is torch.bool)
-        return is_integer and self._known(leaf) is None
+        return not leaf.requires_grad and self._known(leaf) is None
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,6 +93,9 @@ def test_interleaved_stages_whose_number_is_not_told_are_all_that_divide_the_lay
     )
     assert [layout.stages_per_rank for layout in case.layouts] == [2, 3, 4, 6, 12]
     assert "interleaved stages" in case.assumed
+    # 16 samples of 4 ranks: larger microbatches would be fewer than ranks.
+    few = changed(KORTHIKANTI, pp="4", dp="4", virtual_stages="2", global_batch="16", micro_batch="")
+    assert [layout.samples for layout in case_of(few).layouts] == [1] * len(case_of(few).layouts)
     with pytest.raises(NotExpressibleError, match="groups of microbatches are not told"):
         case_of(ROWS["llama3-405b-8k-16384"])
 

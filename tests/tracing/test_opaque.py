@@ -203,6 +203,50 @@ def test_hooks_and_backward_may_read_values() -> None:
     assert {module.name for module in desc.opaque} == {"1", "2"}
 
 
+def test_one_hook_that_reads_values_makes_one_module_opaque() -> None:
+    """All modules of its class were, each of which then ran alone and could not be sliced."""
+    model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)])
+    model[1].register_forward_hook(lambda _module, _args, out: out if out.sum().item() else None)
+    desc = ModelDesc.from_module(model, torch.randn(4, 8))
+    assert [module.name for module in desc.opaque] == ["1"]
+
+
+def test_masks_made_from_the_batch_make_the_module_opaque_that_makes_them() -> None:
+    """All of an unknown mask was taken to be set: sequences had no lengths, and the model was refused."""
+
+    class Encoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.GRU(8, 8, batch_first=True)
+
+        def forward(self, x: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+            lengths = (~seen).sum(1).cpu()
+            packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+            y: torch.Tensor = nn.utils.rnn.pad_packed_sequence(self.inner(packed)[0], batch_first=True)[0]
+            return y
+
+    class Middle(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder = Encoder()
+
+        def forward(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+            y: torch.Tensor = self.encoder(x, ids.eq(0))
+            return y
+
+    class Whole(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.middle, self.head = nn.Embedding(9, 8), Middle(), nn.Linear(8, 3)
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            y: torch.Tensor = self.head(self.middle(self.embed(ids), ids)).square().mean()
+            return y
+
+    desc = ModelDesc.from_module(Whole(), torch.tensor([[1, 2, 3, 0], [4, 5, 0, 0]]))
+    assert [module.name for module in desc.opaque] == ["middle"]
+
+
 def test_dtypes_inside_are_those_of_the_runtime() -> None:
     model = Between(lambda odd, x: odd.inner(x.float()))
     training = Training(local_batch=4, param_dtype="bfloat16")

@@ -61,7 +61,7 @@ _HOPPER, _CUDNN = ("H100", "H200", "GH200"), 0.6
 #: Samples of a microbatch that are tried where the source does not tell it.
 _SAMPLES = (1, 2, 4, 8)
 
-_FRAMEWORKS_OF_MEGATRON = ("Megatron", "NeMo", "GPT-NeoX", "Meta internal")
+_FRAMEWORKS_OF_MEGATRON = ("Megatron", "NeMo", "GPT-NeoX")
 
 
 class NotExpressibleError(ValueError):
@@ -127,6 +127,15 @@ def case_of(row: dict[str, str]) -> PublishedCase:
         fused_loss=row["framework"].startswith(("llm-foundry", "NeMo")),
     )
     workload = as_trained_by(workload, _target(row))
+    if row["framework"] == "PyTorch FSDP (Hugging Face)":
+        # Before PyTorch 2.1 limit_all_gathers was False: the host issued gathers without waiting for layers
+        # to be freed (Zhao et al., VLDB 2023, section 3.4).
+        numbers = sum(shape.parameters(item) for item in shape.items)
+        workload = replace(workload, gathered_bytes=workload.weight_bytes * numbers)
+    if row["framework"].startswith(("llm-foundry", "PyTorch FSDP (IBM)")):
+        # llm-foundry's benchmark sets mixed_precision to PURE, and fms-fsdp reduces in bfloat16 as well
+        # (submit_benchmarks.py; policies/mixed_precision.py).
+        workload = replace(workload, reduce_bytes=2)
     if row["framework"].startswith("NeMo"):
         # NVIDIA's recipes for performance set grad_reduce_in_fp32 to False (NeMo and Megatron-Bridge,
         # recipes of pretraining, read 2026-11). overlap_grad_sync and overlap_param_gather are True unless
@@ -134,7 +143,9 @@ def case_of(row: dict[str, str]) -> PublishedCase:
         # docs/source/features/optimizations/communication_overlap.rst).
         workload = replace(workload, gradient_bytes=2, reduce_bytes=2, overlap=HIDDEN, tensor_overlap=HIDDEN)
     seconds, derived_from = _seconds(row, shape, first, batch)
-    memory = float(row["memory_gib"]) * 2**30 if row.get("memory_gib") else None
+    # What is taken from nvidia-smi, which prints MiB, is told in thousands of them.
+    unit = 1000 * 2**20 if "nvidia-smi" in row["assumptions"] else 2**30
+    memory = float(row["memory_gib"]) * unit if row.get("memory_gib") else None
     return PublishedCase(
         row["name"], cluster, workload, layouts, seconds, derived_from, memory, tuple(assumed), row
     )
@@ -156,6 +167,11 @@ def _check(row: dict[str, str]) -> None:
         (row["gpu"] not in known_gpus(), "no data of the GPU"),
         (not row["gpus_per_node"], "NVLink domain of a rack"),
         (not row["vocab_size"], "vocabulary not told"),
+        # PR 1188 of June 2021 joined them; the paper of April says what one took.
+        (
+            row["framework"] == "DeepSpeed ZeRO-3" and row["source_url"].endswith("2104.04473"),
+            "gathers of single parameters, as DeepSpeed's first ZeRO 3 made them",
+        ),
         # It tunes how many microbatches a rank runs of a stage before the next (arXiv:2407.21783, section
         # 3.3.2), which decides how many are in flight, and does not tell them.
         (row["framework"] == "Meta internal", "a schedule whose groups of microbatches are not told"),
@@ -285,8 +301,7 @@ def _seconds(
     """Seconds of a step, from the most direct of the columns that are told."""
     gpus = int(row["num_gpus"])
     if row["source_url"].endswith("experiments/gpt2.md"):
-        # By its own account times "vary by 40 %" with the load of the network: those of one model differ by
-        # more from day to day than any prediction is off.
+        # By its own account times "vary by 40 %" with the load of the network.
         return None, ""
     if row.get("step_seconds"):
         return float(row["step_seconds"]), "step_seconds"

@@ -37,7 +37,6 @@ _SPACES = (
     ("Megatron-DeepSpeed", _DEEPSPEED),
     ("InternLM", _DEEPSPEED),
     ("torchtitan", _STAGED_FSDP),
-    ("Meta internal", _STAGED_FSDP),
     ("llm-foundry", _FSDP),
     ("PyTorch FSDP", _FSDP),
 )

@@ -159,6 +159,11 @@ class ClusterRequest:
         )
         if self.target is not None:
             workload = as_trained_by(workload, self.target)
+        if self.tensor_overlap and self._is_megatron and not self.sequence_parallel:
+            raise ValueError(
+                "--tensor-overlap: Megatron-LM overlaps tensor-parallel collectives with --sequence-parallel "
+                "alone; add that"
+            )
         if self.overlap is not None:
             workload = replace(workload, overlap=self.overlap)
         cluster = load_cluster(self.cluster)

@@ -171,7 +171,8 @@ class RunPrices:
             working = np.maximum(working, own.working[part.start, part.stop])
             updated = prices.updated(strategy, layout, *numbers)
             update = update + np.ceil(updated * prices.workload.update_bytes)
-        if layout.replicas > 1 and layout.degrees.pp > 1 and any(each.zero for each in self.strategies):
+        shards = any(self.strategies[part.strategy].zero for part in parts)
+        if shards and layout.replicas > 1 and layout.degrees.pp > 1:
             # Pipelines reduce when the activations of all microbatches are gone.
             update = np.maximum(update, prices.workload.bucket_bytes)
         working = np.floor(working + self.borders[parts[0].start, parts[-1].stop])
@@ -184,7 +185,7 @@ class RunPrices:
         for part in parts:
             own = self.priced[part.strategy]
             layers, logits = own.kept[part.start, part.stop], own.logits[part.start, part.stop]
-            kept.append(np.ceil(layers * held + logits * heads))
+            kept.append(np.ceil(layers * held + logits * heads + self._lost(part)))
         return _sum([*kept, self.boundary_bytes(parts[0].start, parts[-1].stop, rank)])
 
     def boundary_bytes(self, start: Indices, stop: Indices, rank: Indices) -> Floats:
@@ -194,6 +195,24 @@ class RunPrices:
             self.prices.workload.boundary_copies * self.held[rank] * self.borders[start, stop] / 2
         )
         return copies
+
+    def held_for(self, strategy: int) -> float:
+        """Bytes that the allocator holds for each byte of what a strategy stores.
+
+        Those of activations are in their items already.
+        """
+        full = self.strategies[strategy].recompute is RecomputeLayers.FULL
+        return 1 / (1 - self.prices.workload.stored_fragmentation) if full else 1.0
+
+    def _lost(self, part: RunBatch) -> Floats:
+        """Bytes that the allocator holds beside weights, gradients and states without using them."""
+        stored: Floats = sum(
+            self.prices.parameter_bytes(
+                self.strategies[part.strategy], self.layout, part.parameters, part.undivided
+            ),
+            np.zeros(()),
+        )
+        return stored * (self.held_for(part.strategy) - 1)
 
     def _backward(self, part: RunBatch) -> Floats:
         found: Floats = self.priced[part.strategy].backward[part.start, part.stop]

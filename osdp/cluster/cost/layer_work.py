@@ -167,11 +167,11 @@ def layer_work(
         parts: Division of each sequence.
         ep: Expert-parallel degree.
     """
-    split, width = tp if kernels.sequence_parallel else 1, kernels.width
+    split = tp if kernels.sequence_parallel else 1
     tokens = samples * shape.sequence // parts.number
     match item:
         case Item.EMBEDDING | Item.TARGET_EMBEDDING:
-            return _embedding(shape, item, tokens, tp, width, split)
+            return _embedding(shape, item, tokens, tp, split, kernels)
         case Item.HEAD:
             return _head(shape, tokens, tp, split, kernels)
         case Item.LAYER | Item.CROSS_LAYER:
@@ -182,9 +182,10 @@ def layer_work(
 
 
 def _embedding(
-    shape: TransformerShape, item: Item, tokens: int, tp: int, width: int, split: int
+    shape: TransformerShape, item: Item, tokens: int, tp: int, split: int, kernels: Kernels
 ) -> LayerWork:
     """Work of an embedding whose vocabulary is split over the tensor-parallel ranks."""
+    width = kernels.width
     stream = tokens * shape.hidden * width
     indices = 8 * tokens  # int64
     # The gradient of an embedding is dense in autograd, and added to the accumulated one.
@@ -197,10 +198,11 @@ def _embedding(
         kernels=5,
         sums=int(tp > 1),
         summed_bytes=stream,
-        kept_bytes=indices,
+        # The mask of its dropout (Korthikanti et al., section 4.3).
+        kept_bytes=indices + tokens * shape.hidden * int(kernels.dropout) // split,
         score_bytes=0,
         input_bytes=indices,
-        working_bytes=stream,
+        working_bytes=stream + weight,
         # The encoder's output is passed on together with the decoder's own stream.
         output_bytes=stream // split * (2 if item is Item.TARGET_EMBEDDING else 1),
     )

@@ -2,9 +2,10 @@
 
 A ring of ``n`` ranks takes ``n - 1`` steps. Each rank sends ``(n - 1) / n`` of the tensor in an all-gather or
 a reduce-scatter, and twice that in an all-reduce (Patarasu and Yuan, "Bandwidth optimal all-reduce algorithms
-for clusters of workstations", 2009). Backends change to trees where the latency of the steps would dominate;
-it then grows with the logarithm of the number of ranks (Sanders, Speck and Traeff, "Two-tree algorithms for
-full bandwidth broadcast, reduction and scan", 2009).
+for clusters of workstations", 2009). All-reduces change to trees where the latency of the steps would
+dominate; it then grows with the logarithm of the number of ranks (Sanders, Speck and Traeff, "Two-tree
+algorithms for full bandwidth broadcast, reduction and scan", 2009). NCCL has no trees for the others: of
+their steps one a node goes over the network (``src/graph/tuning.cc``, NCCL 2.18).
 """
 
 import math
@@ -23,17 +24,23 @@ class Ring:
         size: Number of ranks.
         link: Slowest link between two neighbours, with the bandwidth that remains for this ring while all
             other rings of the same stage run.
+        nodes: Nodes that it passes through.
+        near_latency: Latency of the link between two neighbours in one node; that of ``link`` if ``None``.
     """
 
     size: int
     link: NetworkLink
+    nodes: int = 1
+    near_latency: float | None = None
 
     def scatter_seconds(self, nbytes: float) -> float:
         """Seconds of an all-gather or reduce-scatter of a tensor of ``nbytes`` in total."""
         if self.size == 1:
             return 0.0
-        part = (self.size - 1) / self.size
-        return self._latency + part * nbytes / self.link.bandwidth
+        far = min(self.nodes, self.size) - 1
+        near = self.link.latency if self.near_latency is None else self.near_latency
+        latency = far * self.link.latency + (self.size - 1 - far) * near
+        return latency + nbytes * self.seconds_of_byte
 
     @property
     def seconds_of_byte(self) -> float:
@@ -42,11 +49,9 @@ class Ring:
 
     def reduce_seconds(self, nbytes: float) -> float:
         """Seconds of an all-reduce of a tensor of ``nbytes``."""
-        return 2 * self.scatter_seconds(nbytes)
-
-    @property
-    def _latency(self) -> float:
-        return ring_steps(self.size) * self.link.latency
+        if self.size == 1:
+            return 0.0
+        return 2 * (ring_steps(self.size) * self.link.latency + nbytes * self.seconds_of_byte)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +143,9 @@ def slot_hardware(
         memory=memory,
         limit=int(memory / margin),
         tensor=Ring(tp, within),
-        data=Ring(layout.replicas, network if crosses else within),
+        data=Ring(layout.replicas, network, sum(slot.nodes), within.latency)
+        if crosses
+        else Ring(layout.replicas, within),
         expert_data=Ring(
             layout.replicas // layout.ep, _slowest([within, _share(out, tp * near)]) if crosses else within
         ),

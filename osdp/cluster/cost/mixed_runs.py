@@ -300,7 +300,7 @@ def _stored(runs: RunPrices, strategy: int, parameters: Floats, undivided: Float
     weights, *others = runs.prices.parameter_bytes(
         runs.strategies[strategy], runs.layout, parameters, undivided
     )
-    return sum(others, weights)
+    return sum(others, weights) * runs.held_for(strategy)
 
 
 def _numbers(runs: RunPrices, *, undivided: bool = False) -> Floats:

@@ -237,14 +237,17 @@ class ClusterPrices:
         if layout.replicas == 1:
             return np.zeros_like(parameters)
         load, ring = self.workload, hardware.data
-        fixed, of_byte = ring.scatter_seconds(0.0), _seconds_of_byte(layout, hardware, parameters, undivided)
         zero = self._shards_while_running(layout.strategy, layout)
+        fixed = ring.scatter_seconds(0.0) if zero else ring.reduce_seconds(0.0) / 2
+        of_byte = _seconds_of_byte(layout, hardware, parameters, undivided)
         # In units of one reduce-scatter; an all-reduce costs two.
         scatters = {0: 2, 1: 1}.get(zero, 0)
         reduction = scatters * (fixed + load.reduce_bytes * of_byte)
         exposed = reduction - load.overlap * np.minimum(reduction, backward)
         if zero in (1, 2):
-            exposed = exposed + fixed + load.weight_bytes * of_byte
+            gather = fixed + load.weight_bytes * of_byte
+            # Beside the next forward, which takes about half of a backward.
+            exposed = exposed + gather - load.overlap * np.minimum(gather, np.divide(backward, 2))
         return np.where(parameters > 0, exposed, 0.0)
 
     def update_seconds(
@@ -422,20 +425,35 @@ class ClusterPrices:
         )
 
     def working_bytes(self, layout: ParallelLayout, item: ItemPrices) -> float:
-        """Transient bytes of one item, including its unsharded gradients (ZeRO 2) and weights (ZeRO 3)."""
+        """Transient bytes of one item, including its unsharded gradients (ZeRO 2) and weights (ZeRO 3).
+
+        Of gradients there are those of this item, and of the item before while they are reduced
+        (osdp.cost.sharding.simulate).
+        """
         load, zero = self.workload, self._shards_while_running(layout.strategy, layout)
         if layout.replicas == 1:
             return item.working
+        # Gradients that are reduced are copied into buckets, where there are some.
+        moved = self._gathered_numbers(layout, item)
         buckets = load.bucket_bytes if zero and layout.degrees.pp == 1 else 0
-        # Gradients of this item, and those of the item before while they are reduced
-        # (osdp.cost.sharding.simulate).
-        moved = item.parameters
-        if layout.replicas == layout.ep > 1:  # experts are on one rank each
-            moved -= (item.undivided - item.parameters) // (layout.ep - 1)
-        whole = 2 * load.reduce_bytes * moved if zero >= 2 else 0
+        whole = load.reduce_bytes * moved + max(buckets, load.reduce_bytes * moved) if zero >= 2 else buckets
         # This item's weights, and those of the next item while they are prefetched.
-        gathered = max(2 * load.weight_bytes * moved, load.gathered_bytes) if zero == 3 else 0
-        return item.working + buckets + whole + gathered
+        gathered = 0
+        if zero == 3:
+            most = min(load.gathered_bytes, load.weight_bytes * self._all_numbers(layout))
+            gathered = max(2 * load.weight_bytes * moved, most)
+        return item.working + whole + gathered
+
+    def _gathered_numbers(self, layout: ParallelLayout, item: ItemPrices) -> int:
+        """Parameters of an item that are gathered, and whose gradients are reduced, over several ranks."""
+        if layout.replicas == layout.ep > 1:  # experts are on one rank each
+            return item.parameters - (item.undivided - item.parameters) // (layout.ep - 1)
+        return item.parameters
+
+    def _all_numbers(self, layout: ParallelLayout) -> int:
+        """Parameters of all items on one tensor-parallel rank."""
+        shape, tp = self.workload.shape, layout.degrees.tp
+        return sum(shape.parameters(item, tp, layout.ep) for item in self.items)
 
     def end_seconds(
         self,

@@ -110,8 +110,6 @@ def megatron(plan: ClusterPlan, workload: Workload, half: str) -> Export:
         text.append("--overlap-grad-reduce" + " --overlap-param-gather" * bool(zero))
     if workload.tensor_overlap and degrees.tp > 1:
         text.append("--tp-comm-overlap")
-        if not workload.sequence_parallel:
-            notes.append("--tp-comm-overlap: it overlaps with --sequence-parallel alone")
     if zero > 1:
         notes.append(f"ZeRO {zero}: the distributed optimizer is ZeRO 1")
     if not shape.causal and not shape.decoder_layers:

@@ -312,6 +312,11 @@ def strategy_faults(space: LayoutSpace, workload: Workload, world: int) -> list[
                 microbatches = workload.global_batch // max(dp, 1) // samples
                 if kind.fills_with_ranks and microbatches < pp:
                     faults.append(f"{schedule} needs at least pp={pp} microbatches, there are {microbatches}")
+                elif stages > 1 and space.whole_groups and microbatches % pp:
+                    faults.append(
+                        f"{schedule} needs a multiple of pp={pp} microbatches in that framework, there are "
+                        f"{microbatches}"
+                    )
     return faults
 
 

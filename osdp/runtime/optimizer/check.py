@@ -36,10 +36,14 @@ from osdp.runtime.optimizer.local_steps import LocalSteps
 from osdp.runtime.optimizer.whole_matrices import WholeMatrices
 from osdp.runtime.ranks.control import Control
 from osdp.runtime.running import RunningModel
+from osdp.text import format_bytes
 from osdp.torch_private.local_step import leaves_fused_open
 from osdp.torch_private.optimizers import is_stepping
 
 logger = logging.getLogger(__name__)
+
+#: Bytes of states that are worth no word.
+_SLACK = 2**20
 
 #: The advice after a difference in optimizer memory.
 _PLAN_AGAIN = "plan with training=Training.from_optimizer(...) of such an optimizer"
@@ -74,6 +78,11 @@ class OptimizerCheck:
         #: Those that have stepped on the model, under this plan or an earlier one.
         self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._in_step: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        #: Identities of the parameters that had a gradient when the step under way began: hooks of the
+        #: optimizer itself, which come first, may have dropped it.
+        self._with_gradients: weakref.WeakKeyDictionary[Optimizer, set[int]] = weakref.WeakKeyDictionary()
+        #: Those whose states have been compared with what was planned.
+        self._weighed: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._local_steps: weakref.WeakKeyDictionary[Optimizer, LocalSteps] = weakref.WeakKeyDictionary()
         self._had_gradients = False
         self._told_surplus = False
@@ -145,14 +154,43 @@ class OptimizerCheck:
             if steps is not None and not compiled:
                 steps.make_next(optimizer)
             self._in_step.add(optimizer)
+            self._with_gradients[optimizer] = _with_gradients(optimizer)
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Gather what ``optimizer`` has updated in shards, so that each rank can evaluate by itself."""
         self._in_step.discard(optimizer)
         if self._is_over_mine(optimizer):
-            parameters = (p for group in optimizer.param_groups for p in group["params"])
-            self._running.after_step({id(p) for p in parameters if p.grad is not None})
+            before = self._with_gradients.pop(optimizer, set())
+            self._running.after_step(before | _with_gradients(optimizer))
             self._measured.note(optimizer)
+            if optimizer not in self._weighed:
+                self._weighed.add(optimizer)
+                self._weigh(optimizer)
+
+    def _weigh(self, optimizer: Optimizer) -> None:
+        """Say once under a plan if an optimizer keeps more states than it has memory for.
+
+        Those of torch are known before they step; what classes derived from them, and others, keep shows now.
+        """
+        plan = self._running.plan
+        mine = [p for group in optimizer.param_groups for p in group["params"] if self._is_mine(p)]
+        kept = sum(
+            local_bytes(value)
+            for parameter in mine
+            for value in optimizer.state.get(parameter, {}).values()
+            if isinstance(value, torch.Tensor)
+        )
+        planned = plan.training.state_bytes(sum(map(local_bytes, mine)), len(mine))
+        left = plan.memory_limit - plan.predicted.peak_bytes
+        if kept > planned + max(left, 0) + _SLACK and dist.get_rank() == 0:
+            logger.warning(
+                "%s keeps %s of states on this rank; the plan was made for %s and leaves %s beside: the peak "
+                "is above the memory limit by the rest. Give a lower limit",
+                type(optimizer).__name__,
+                format_bytes(kept),
+                format_bytes(planned),
+                format_bytes(max(left, 0)),
+            )
 
     def _look_at(self, optimizer: Optimizer) -> None:
         self.exchange_in(optimizer)
@@ -261,6 +299,10 @@ def _matrix_steps(plan: Plan, parameters: Mapping[str, nn.Parameter]) -> dict[in
         for name in decision.parameters
         if name in parameters and parameters[name].ndim == 2
     }
+
+
+def _with_gradients(optimizer: Optimizer) -> set[int]:
+    return {id(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
 
 
 def _identities(optimizer: Optimizer) -> list[int]:

@@ -23,6 +23,7 @@ from osdp.cost.sharding.time import CriticalMoment, time_row
 from osdp.cost.sharding.unit_costs import cost_units
 from osdp.cost.sharding.units import UnitCosts
 from osdp.plan.search_options import SearchOptions
+from osdp.search.deadline import NO_DEADLINE, Deadline
 from osdp.search.sharding.candidates import CandidateUnits, build_space, root_dtype
 from osdp.search.sharding.chain import (
     FIRST_LOOK,
@@ -42,6 +43,8 @@ MasterSolver = Callable[[ChainProblem, float, Sequence[int], DualPrices | None],
 #: Chains of at most this many items are small: for them the search may be wider still.
 _SMALL = 6
 SMALL_WORD = 512
+#: Widest search of all, where there is time for it.
+_WIDEST = 4096
 #: Maximum number of rounds at full width; if they do not suffice a gap is left.
 _LAST_ROUNDS = 3
 #: Maximum number of moments added to prove that nothing fits, before initial plans are simulated.
@@ -102,6 +105,8 @@ class CuttingPlaneSearch:
         self._problem, self._root, self._limit, self._solver = problem, root, limit, solver
         self._space, self._candidates = candidates.space, candidates.units
         self.bound = 0.0
+        #: Whether no wider search is made.
+        self.ended = False
         #: Whether it is proven that nothing fits.
         self.impossible = False
         self._needed: set[CriticalMoment | PeakMoment] = set()
@@ -109,6 +114,7 @@ class CuttingPlaneSearch:
         self._patterns: dict[Pattern, None] = {}
         #: Widths to try after a first look at the same rows.
         self._last_word = LAST_WORD[len(FIRST_LOOK) :] + (SMALL_WORD,) * (self._space.num_items <= _SMALL)
+        self._width = self._last_word[-1]
         self._duals: dict[tuple[int, int], DualPrices | None] = {}
         self._times: dict[CriticalMoment, tuple[Floats, float]] = {}
         self._moments: dict[PeakMoment, tuple[Floats, float]] = {}
@@ -118,8 +124,13 @@ class CuttingPlaneSearch:
         """Number of rows: of moments at which time or memory may be decided."""
         return len(self._times) + len(self._moments)
 
-    def fastest(self, upper: float) -> tuple[StepEstimate, tuple[UnitSpan, ...]] | None:
-        """The fastest feasible units, if they beat ``upper`` seconds; sets :attr:`bound`."""
+    def fastest(
+        self, upper: float, deadline: Deadline = NO_DEADLINE
+    ) -> tuple[StepEstimate, tuple[UnitSpan, ...]] | None:
+        """The fastest feasible units, if they beat ``upper`` seconds; sets :attr:`bound`.
+
+        Rounds are few; :meth:`go_on` makes more of them. None begins after the deadline once something fits.
+        """
         # 1. The bound by device time and the optimizer step alone: often enough to give up.
         self._cut_time(CriticalMoment())
         self._cut_moment(PeakMoment("step"))
@@ -143,30 +154,67 @@ class CuttingPlaneSearch:
         # 3. Rounds of cuts: solve, simulate, add rows; widen the search when it agrees with the simulator.
         widths, rounds, looks = FIRST_LOOK, 0, 0
         while rounds < _LAST_ROUNDS and (looks < most_looks or np.isinf(upper)):
+            if deadline.is_over and not np.isinf(upper):
+                break
             rounds, looks = rounds + (widths == self._last_word), looks + (self._space.num_items > _SMALL)
-            found = self._relaxed(list(self._times.values()), list(self._moments.values()), upper, widths)
-            self.bound = min(upper, max(found.bound, self.bound))
-            outcome = found.outcome
-            fits = outcome is not None and outcome.peak <= self._limit
-            if outcome is not None and fits and outcome.seconds < upper:
-                best, upper = (outcome, found.chosen), outcome.seconds
-            if outcome is None or (fits and outcome.seconds <= found.value * (1 + 2 * TOLERANCE)):
-                if widths == self._last_word or found.bound >= upper * (1 - CLOSE_ENOUGH):
-                    return best
-                widths = self._last_word
-                continue
-            # Add one or two moments at a time: every further row makes equal items different.
-            progress = outcome.seconds > found.value and self._cut_time(outcome.cut)
-            if not fits:
-                progress |= self._cut_moment(outcome.moment)
-                if outcome.peak <= _NEAR * self._limit:
-                    self._cut_mildest(found.chosen)
-            if not progress:
-                raise RuntimeError(
-                    f"the rows and the simulated step disagree at {outcome.moment} and {outcome.cut}"
-                )
-            widths = FIRST_LOOK
+            better, agrees = self._round(upper, widths)
+            if better is not None:
+                best, upper = better, better[0].seconds
+            if agrees and (widths == self._last_word or self.is_proven(upper)):
+                break
+            widths = self._last_word if agrees else FIRST_LOOK
         return best
+
+    def go_on(self, upper: float, deadline: Deadline) -> tuple[StepEstimate, tuple[UnitSpan, ...]] | None:
+        """Further rounds until the deadline: units that beat ``upper`` seconds, or a higher :attr:`bound`."""
+        best, widths = None, FIRST_LOOK
+        while not (deadline.is_over or self.ended or self.is_proven(upper)):
+            left = deadline.left
+            better, agrees = self._round(upper, widths)
+            if better is not None:
+                best, upper = better, better[0].seconds
+            if not agrees:
+                widths = FIRST_LOOK
+            elif widths == FIRST_LOOK:
+                widths = (self._width,)
+            else:
+                # Twice the width takes about four times as long.
+                self.ended = self._width == _WIDEST or 4 * (left - deadline.left) > deadline.left
+                self._width *= 2
+                widths = (self._width,)
+        return best
+
+    def is_proven(self, seconds: float) -> bool:
+        """Whether nothing is faster than so many seconds, as far as that matters."""
+        return bool(self.bound >= seconds * (1 - CLOSE_ENOUGH))
+
+    def _round(
+        self, upper: float, widths: tuple[int, ...]
+    ) -> tuple[tuple[StepEstimate, tuple[UnitSpan, ...]] | None, bool]:
+        """Solve under the rows so far: units that fit and beat ``upper``, and whether the simulator agrees.
+
+        If it does not, rows are added.
+        """
+        found = self._relaxed(list(self._times.values()), list(self._moments.values()), upper, widths)
+        self.bound = min(upper, max(found.bound, self.bound))
+        outcome = found.outcome
+        if outcome is None:
+            return None, True
+        fits = outcome.peak <= self._limit
+        better = (outcome, found.chosen) if fits and outcome.seconds < upper else None
+        if fits and outcome.seconds <= found.value * (1 + 2 * TOLERANCE):
+            return better, True
+        # Add one or two moments at a time: every further row makes equal items different.
+        progress = outcome.seconds > found.value and self._cut_time(outcome.cut)
+        if not fits:
+            progress |= self._cut_moment(outcome.moment)
+            if outcome.peak <= _NEAR * self._limit:
+                self._cut_mildest(found.chosen)
+        if not progress:
+            raise RuntimeError(
+                f"the rows and the simulated step disagree at {outcome.moment} and {outcome.cut}"
+            )
+        return better, False
 
     def _anything_that_fits(self) -> tuple[StepEstimate, tuple[UnitSpan, ...]] | None:
         """Feasible units, if a few rounds find any; sets :attr:`impossible` if there are provably none."""
@@ -186,7 +234,7 @@ class CuttingPlaneSearch:
         self, outcome: StepEstimate, chosen: tuple[UnitSpan, ...]
     ) -> tuple[StepEstimate, tuple[UnitSpan, ...]]:
         """The answer after a bounded number of local improvements, unless it is proven best."""
-        if self.bound >= outcome.seconds * (1 - CLOSE_ENOUGH):
+        if self.is_proven(outcome.seconds):
             return outcome, chosen
         return improve_locally(
             self._problem, self._space, self._root, self._limit, chosen, outcome, self._patterns

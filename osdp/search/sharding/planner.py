@@ -26,6 +26,7 @@ from osdp.plan.basis import Basis
 from osdp.plan.plan import Plan, StagePlan
 from osdp.plan.search_options import SHARDING, SearchOptions
 from osdp.plan.sharding import Decision, Mode, Route, ShardingPlan, Unit
+from osdp.search.deadline import NO_DEADLINE, Deadline
 from osdp.search.sharding.explain import Explainer
 from osdp.search.sharding.local_search import share_buckets
 from osdp.search.sharding.root_unit import root_group
@@ -65,6 +66,7 @@ def best_plan(
     candidates: Sequence[Candidate],
     device: DeviceInfo,
     options: SearchOptions = SHARDING,
+    deadline: Deadline = NO_DEADLINE,
 ) -> Plan:
     """The plan with the highest throughput among all candidates.
 
@@ -76,6 +78,7 @@ def best_plan(
         candidates: Local batches and microbatches to choose from; one for a given step.
         device: The devices and their memory limit.
         options: Allowed choices; offload is used only where nothing fits without it.
+        deadline: When the search ends; by default a bounded number of rounds is made.
 
     Raises:
         InfeasibleError: No plan of any candidate fits the limit.
@@ -84,14 +87,14 @@ def best_plan(
     answer = None
     if device.world_size == 1 and Mode.NO_SHARD in options.allowed:
         # Nothing is gathered there: shards and their slices differ from whole parameters in name alone.
-        answer = fastest(model_desc, candidates, device, _whole(on_device))
+        answer = fastest(model_desc, candidates, device, _whole(on_device), deadline)
     rules = options if answer is None else _whole(options)
-    answer = answer or fastest(model_desc, candidates, device, on_device)
+    answer = answer or fastest(model_desc, candidates, device, on_device, deadline)
     if answer is None and options.offload and _knows_host(candidates, device):
         candidates = [
             replace(candidate, training=_beside_host(candidate.training)) for candidate in candidates
         ]
-        answer = fastest(model_desc, candidates, device, options)
+        answer = fastest(model_desc, candidates, device, options, deadline)
         if answer is not None and device.host is not None and _host_bytes(*answer[:2]) > device.host.memory:
             answer = None
     if answer is None:
@@ -195,7 +198,11 @@ def _host_bytes(problem: ShardingProblem, found: ShardingSolution) -> float:
 
 
 def fastest(
-    model_desc: ModelDesc, candidates: Sequence[Candidate], device: DeviceInfo, options: SearchOptions
+    model_desc: ModelDesc,
+    candidates: Sequence[Candidate],
+    device: DeviceInfo,
+    options: SearchOptions,
+    deadline: Deadline = NO_DEADLINE,
 ) -> tuple[ShardingProblem, ShardingSolution, float] | None:
     """The assignment with the highest throughput, and its relative gap to the bound of the throughput.
 
@@ -203,15 +210,23 @@ def fastest(
     """
     best: tuple[ShardingProblem, ShardingSolution] | None = None
     rate = possible = 0.0
-    for candidate in candidates:
+    for left, candidate in zip(range(len(candidates), 0, -1), candidates, strict=True):
+        own = deadline.share(left)
         samples = candidate.profile.local_batch * candidate.training.microbatches
-        for problem in _problems(model_desc, candidate, device, options):
+        problems = _problems(model_desc, candidate, device, options)
+        for done, problem in enumerate(problems):
             if options.offload and problem.settings.reductions > 1:
                 # A second gradient is added on the host while the device waits, which the cost model does not
                 # cover.
                 continue
             upper = samples / rate if rate else np.inf
-            found, bound = solve_bounded(problem, device.memory_limit, options=options, upper=upper)
+            found, bound = solve_bounded(
+                problem,
+                device.memory_limit,
+                options=options,
+                upper=upper,
+                deadline=own.share(len(problems) - done),
+            )
             possible = max(possible, samples / bound)
             if found is not None:
                 best, rate = (problem, found), samples / found.outcome.seconds
@@ -266,7 +281,7 @@ def _infeasible(
         best_peak=math.ceil(best.outcome.peak),
         largest=[LargeOperator(op.name, op.nbytes) for op in largest],
         suggestions=suggestions(lowest, options),
-        lowest=replace(plan, basis=basis, notes=(note, *device.doubts)),
+        lowest=replace(plan, basis=basis, notes=(note, *device.doubts, *model_desc.doubts)),
     )
 
 

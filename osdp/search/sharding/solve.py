@@ -14,7 +14,8 @@ model.
 
 Where near-equal choices abound (many blocks, a limit to be filled to the last byte) the proof may be out of
 reach of a search in a second: then the answer is improved by :mod:`osdp.search.sharding.local_search` and
-carries the bound that was proven, see :attr:`ShardingSolution.gap`.
+carries the bound that was proven, see :attr:`ShardingSolution.gap`. With a deadline the search goes on, where
+the bound is lowest, wider each time.
 """
 
 from collections.abc import Iterator
@@ -27,6 +28,7 @@ from osdp.cost.sharding.problem import ShardingProblem
 from osdp.cost.sharding.solution import ShardingSolution, solution_root
 from osdp.plan.search_options import SHARDING, SearchOptions
 from osdp.plan.sharding import Mode
+from osdp.search.deadline import NO_DEADLINE, Deadline
 from osdp.search.sharding.chain import solve_chain
 from osdp.search.sharding.cutting_planes import (
     CLOSE_ENOUGH,
@@ -56,6 +58,7 @@ def solve_bounded(
     options: SearchOptions = SHARDING,
     upper: float = np.inf,
     solver: MasterSolver = solve_chain,
+    deadline: Deadline = NO_DEADLINE,
 ) -> tuple[ShardingSolution | None, float]:
     """The fastest assignment whose peak is at most ``limit``, if it beats ``upper`` seconds.
 
@@ -65,6 +68,8 @@ def solve_bounded(
         options: Allowed choices.
         upper: Seconds to beat.
         solver: Solves the chain under a few rows.
+        deadline: When to stop although better ones may be left, and until when to go on; by default a bounded
+            number of rounds is made.
 
     Returns:
         The best assignment found (``None`` if none fits or beats ``upper``), and a lower bound of
@@ -72,25 +77,41 @@ def solve_bounded(
         an assignment, it is proven that nothing beats ``upper`` if the bound equals ``upper``.
     """
     best: ShardingSolution | None = None
-    bound, undecided = np.inf, False
-    # Each further choice of root must beat the best so far; the bound is the lowest of all choices.
+    undecided = False
+    searches: list[tuple[CuttingPlaneSearch, RootChoice]] = []
+    # 1. Each further choice of root must beat the best so far.
     for search, choice in _searches(problem, limit, options, solver):
-        found = search.fastest(upper)
-        bound = min(bound, search.bound)
+        searches.append((search, choice))
+        found = search.fastest(upper, deadline)
         undecided |= found is None and not search.impossible
         if found is not None:
             outcome, units = search.improved(*found)
             upper = outcome.seconds
-            best = choice.solution(units, outcome, search.num_rows, bound)
+            best = choice.solution(units, outcome, search.num_rows, search.bound)
     if best is None and undecided and np.isinf(upper):
         # A search of bounded width may miss feasible plans: the lowest peak that can be found decides.
         lowest = min_peak_solution(problem, options=options, enough=limit, solver=solver)
-        best = replace(lowest, bound=bound) if lowest.outcome.peak <= limit else None
+        best = lowest if lowest.outcome.peak <= limit else None
+    # 2. Kept slices multiply the candidates; where the proof failed, a smaller space may give a faster plan.
+    bound = min((search.bound for search, _ in searches), default=np.inf)
+    proven = best is None or best.outcome.seconds * (1 - CLOSE_ENOUGH) <= bound
+    if best is not None and options.keep and options.slices and not proven:
+        best = _without_kept_slices(problem, limit, options, solver, best)
+    # 3. While there is time, that choice whose bound is the lowest, which holds up the proof.
+    upper = upper if best is None else best.outcome.seconds
+    while deadline.is_set and np.isfinite(upper) and not deadline.is_over:
+        unproven = [each for each in searches if not (each[0].ended or each[0].is_proven(upper))]
+        if not unproven:
+            break
+        search, choice = min(unproven, key=lambda each: each[0].bound)
+        found = search.go_on(upper, deadline.share(len(unproven)))
+        if found is not None:
+            outcome, units = search.improved(*found)
+            upper = outcome.seconds
+            best = choice.solution(units, outcome, search.num_rows, search.bound)
+    bound = min((search.bound for search, _ in searches), default=np.inf)
     if best is None:
         return None, bound
-    # Kept slices multiply the candidates; where the proof failed, a smaller space may give a faster plan.
-    if options.keep and options.slices and best.outcome.seconds * (1 - CLOSE_ENOUGH) > bound:
-        best = _without_kept_slices(problem, limit, options, solver, best)
     bound = min(bound, best.outcome.seconds)
     return replace(best, bound=bound), bound
 

@@ -82,8 +82,10 @@ def test_a_ring_sends_what_the_textbook_says() -> None:
     assert ring.scatter_seconds(4e9) == pytest.approx(3.0)
     assert ring.reduce_seconds(4e9) == pytest.approx(6.0)
     assert Ring(1, NetworkLink(1e9, 1.0)).reduce_seconds(4e9) == 0.0
-    # Of many ranks a tree has fewer steps.
-    assert Ring(1024, NetworkLink(1e9, 1.0)).scatter_seconds(0.0) == 20.0
+    # Of many ranks a tree has fewer steps, which all-reduces alone have.
+    many = Ring(1024, NetworkLink(1e9, 1.0), nodes=128, near_latency=0.01)
+    assert many.reduce_seconds(0.0) == 2 * 20.0
+    assert many.scatter_seconds(0.0) == pytest.approx(127 * 1.0 + (1023 - 127) * 0.01)
 
 
 def test_a_layer_does_and_keeps_what_is_published() -> None:

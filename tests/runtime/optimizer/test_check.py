@@ -297,6 +297,58 @@ def test_an_optimizer_that_keeps_less_than_planned_trains_with_a_note() -> None:
     assert "SGD, which keeps 0 bytes" in noted[0] and "made for AdamW, which keeps 2" in noted[0]
 
 
+class KeepsMore(torch.optim.AdamW):
+    """Two more moments than its base, of which nobody knows before it has stepped."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        for group in self.param_groups:
+            for p in group["params"]:
+                for name in ("third", "fourth"):
+                    self.state[p].setdefault(name, torch.zeros_like(p))
+        return loss
+
+
+def weighs_states(kind: type[torch.optim.AdamW]) -> list[str]:
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 512))
+    plan = plan_by_hand(model, {"": Mode.FULL_SHARD}, dist.get_world_size())
+    wrapped = OSDP(model, plan=replace(plan, memory_limit=plan.predicted.peak_bytes))
+    optimizer = kind(wrapped.parameters(), lr=1e-3)
+    with Records() as records:
+        for _ in range(2):
+            wrapped(torch.randn(4, 512)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return [text for text in records.messages if "of states on this rank" in text]
+
+
+def test_states_of_a_class_derived_from_one_of_torch_are_weighed_once() -> None:
+    told, silent = run(2, weighs_states, KeepsMore)
+    assert len(told) == 1 and told[0].startswith("KeepsMore keeps ") and silent == []
+    assert run(2, weighs_states, torch.optim.AdamW) == [[], []]
+
+
+def drops_gradients_in_a_hook() -> None:
+    def optimizers(parameters: Any) -> list[torch.optim.Optimizer]:
+        made = torch.optim.AdamW(parameters, lr=0.02)
+        made.register_step_post_hook(lambda optimizer, *_: optimizer.zero_grad())
+        return [made]
+
+    for mode in (Mode.SHARD_OPTIMIZER, Mode.FULL_SHARD):
+        model = make()
+        plan = plan_by_hand(model, {"": mode}, dist.get_world_size())
+        wrapped = OSDP(model, plan=plan)
+        train(wrapped, optimizers(list(wrapped.parameters())))
+        assert_trained(wrapped, single_process(optimizers), mode)
+
+
+def test_hooks_of_an_optimizer_may_drop_its_gradients() -> None:
+    """Which parameters had been stepped, and were to be gathered, was asked after such hooks."""
+    run(2, drops_gradients_in_a_hook)
+
+
 def averages_weights() -> None:
     for name in PLANS:
         model = wrapped(name, make())

@@ -20,6 +20,7 @@ from osdp.model.training import Training
 from osdp.plan.plan import Plan
 from osdp.plan.search_options import SearchOptions
 from osdp.plan.sharding import UNGROUPED, Mode, Route, Unit
+from osdp.search.deadline import Deadline
 from osdp.search.sharding import planner as planning
 from osdp.search.sharding.planner import Candidate, ProfileTrainings, batches, best_plan
 from osdp.search.sharding.solve import min_peak, solve, solve_bounded
@@ -290,6 +291,18 @@ def test_a_plan_is_proven_best_only_if_all_candidates_are(monkeypatch: pytest.Mo
     plan = best_plan(model_desc, candidates, device)
     assert plan.local_batch == 1 and not plan.optimal
     assert any("proven to be within" in note for note in plan.notes)
+
+
+def test_a_time_limit_that_is_over_leaves_a_plan_and_what_was_proven_of_others() -> None:
+    limit = (sum(peak_range(3))) // 2
+    model_desc, profile = random_model(3, 3, 2)
+    device = random_device(3, memory_limit=limit)
+    candidates = batches(Training(), (1,), (1,), scaled_to(profile))
+    plan = best_plan(model_desc, candidates, device, deadline=Deadline.after(0.0))
+    best = best_plan(model_desc, candidates, device)
+    assert plan.predicted.peak_bytes <= plan.memory_limit
+    assert plan.predicted.step_seconds >= best.predicted.step_seconds * (1 - 1e-9)
+    assert plan.optimal or any("proven to be within" in note for note in plan.notes)
 
 
 def test_a_proven_plan_needs_no_note_and_the_log_has_what_decided(caplog: pytest.LogCaptureFixture) -> None:

@@ -20,10 +20,11 @@ from osdp.model.description import Operator, Parameter
 from osdp.model.training import Training
 from osdp.plan.search_options import SearchOptions
 from osdp.plan.sharding import Mode
+from osdp.search.deadline import NO_DEADLINE, Deadline
 from osdp.search.sharding.candidates import build_space
 from osdp.search.sharding.milp import solve_milp
 from osdp.search.sharding.root_unit import root_choices
-from osdp.search.sharding.solve import min_peak, solve
+from osdp.search.sharding.solve import min_peak, solve, solve_bounded
 from tests.helpers.problems import random_device, random_model, random_problem
 
 
@@ -282,6 +283,36 @@ def test_equals_highs_on_larger_chains(seed: int, rules: SearchOptions) -> None:
         assert ours.bound <= theirs.outcome.seconds * (1 + 1e-6)
         proven = ours.gap == 0 or not rules.recompute
         assert ours.outcome.seconds <= theirs.outcome.seconds * (1 + (1e-6 if proven else 0.01))
+
+
+@pytest.mark.parametrize("seed", [2, 5])
+def test_a_search_with_more_time_proves_more_and_finds_no_worse(seed: int) -> None:
+    problem, rules = random_problem(seed, 8, 3), SearchOptions(slices=(2, 4), recompute=True)
+    low, high = min_peak(problem, options=rules), 10 * min_peak(problem, options=rules)
+    for share in (0.02, 0.2):
+        limit = low + share * (high - low)
+        usual, bound = solve_bounded(problem, limit, options=rules)
+        longer, higher = solve_bounded(problem, limit, options=rules, deadline=Deadline.after(1.0))
+        assert usual is not None and longer is not None
+        assert longer.outcome.peak <= limit
+        assert longer.outcome.seconds <= usual.outcome.seconds * (1 + 1e-12) and higher >= bound * (1 - 1e-12)
+        assert higher <= longer.outcome.seconds
+
+
+def test_a_search_whose_time_is_over_has_a_plan_and_proves_nothing_of_what_it_did_not_look_at() -> None:
+    problem = random_problem(5, 4, 3)
+    limit = 2 * min_peak(problem)
+    best, bound = solve_bounded(problem, limit)
+    found, lower = solve_bounded(problem, limit, deadline=Deadline.after(0.0))
+    assert best is not None and found is not None
+    assert found.outcome.peak <= limit and lower <= bound
+    assert found.outcome.seconds >= best.outcome.seconds
+
+
+def test_a_deadline_is_shared() -> None:
+    half = Deadline.after(100.0).share(2)
+    assert not half.is_over and half.moment < Deadline.after(60.0).moment
+    assert Deadline.after(-1.0).is_over and not NO_DEADLINE.is_over and NO_DEADLINE.share(3) is NO_DEADLINE
 
 
 def test_forced_modes_are_kept() -> None:
