@@ -229,11 +229,14 @@ def _basis(prices: ClusterPrices) -> str:
     attention = "FlashAttention" if prices.workload.flash else "attention that stores its scores"
     split = ", sequence parallelism" * prices.workload.sequence_parallel
     kept = "traced from the model" if prices.traced else "as with fused kernels"
+    load = prices.workload
+    tensors = f", and {load.tensor_overlap:.0%} of the tensor-parallel ones," * (load.tensor_overlap > 0)
+    whole = "; pipelines keep sharded weights and gradients whole" * (not load.reduces_in_stages)
     measured = [found.gpu for found in prices.profiles]
     layers = f"; layers measured on {', '.join(measured)}" if measured else ""
     return (
         f"assumes {attention}{split}; activations {kept}{layers}; {prices.workload.overlap:.0%} of the "
-        "collectives of gradients and weights overlap with compute"
+        f"collectives of gradients and weights{tensors} overlap with compute{whole}"
     )
 
 

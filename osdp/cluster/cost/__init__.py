@@ -4,7 +4,7 @@ Start at :func:`osdp.cluster.cost.step.price`.
 
 - ``step``: the formula of a step, and the price of one layout by it
 - ``layer_work``: what one rank computes, keeps and exchanges for a layer
-- ``layer_time``: seconds of a layer: a roofline with a floor of launches
+- ``layer_time``: seconds of a layer: a roofline beside the host's calls
 - ``rates``: shares of its specification that a device reaches, tiles and waves of matrix products
 - ``context_exchange``: keys and values that context-parallel ranks exchange
 - ``corrections``: what measured steps add to these rates

@@ -214,3 +214,12 @@ def test_stages_of_a_rank_divide_the_bubble(stages: int) -> None:
     assert layout.in_flight == pytest.approx(held)
     with pytest.raises(ValueError, match="1f1b has a fixed number of stages a rank, not 3"):
         ParallelLayout(ParallelDims(4, 1, 1), 1, 8, virtual_stages=3)
+
+
+def test_ranks_of_several_stages_may_need_whole_groups_of_microbatches() -> None:
+    """Megatron-LM refuses to interleave six microbatches over four stages."""
+    devices, load = cluster((node_type(FAST, 4), 1)), workload(8, global_batch=6)
+    space = LayoutSpace(tp=(1,), pp=(4,), samples=(1,), schedules=("interleaved",), zero=(0,))
+    assert best_layouts(ClusterPrices(devices, load), space).plans
+    with pytest.raises(ValueError, match="a multiple of pp=4 microbatches in that framework, there are 6"):
+        check_space(ClusterPrices(devices, load), replace(space, whole_groups=True))
