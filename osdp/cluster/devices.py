@@ -93,7 +93,7 @@ def _links(group: NodeGroup) -> tuple[Link, ...]:
         return _ring_links("world", Ring(total, node.inside))
     # A ring over all devices enters and leaves each node once.
     slowest = NetworkLink(min(node.inside.bandwidth, node.outside.bandwidth), node.outside.latency)
-    found = _ring_links("world", Ring(total, slowest))
+    found = _ring_links("world", Ring(total, slowest, nodes, node.inside.latency))
     if devices == 1:
         return found
     # Rings across nodes, one for each device of a node, share its network.

@@ -354,7 +354,7 @@ def _links_over(device: DeviceInfo, nodes: int, per_node: int) -> Iterator[Link]
             # What was a group is all there is now, and what lay across nodes is gone.
             yield replace(_over_ranks(link, ranks, in_steps), group="world")
         elif kind == "world" and not one_node:
-            yield _over_ranks(link, ranks, in_steps)
+            yield _over_nodes(device, _over_ranks(link, ranks, in_steps), nodes, in_steps)
         elif kind != "world" and size < ranks and ranks % size == 0 and not one_node:
             # Groups are as large as they were, and there are more or fewer of them.
             if kind == "inside":
@@ -366,9 +366,27 @@ def _links_over(device: DeviceInfo, nodes: int, per_node: int) -> Iterator[Link]
                 yield _two_steps(link, inside, ranks, in_steps)
 
 
+def _over_nodes(device: DeviceInfo, found: Link, nodes: int, in_steps: bool) -> Link:
+    """A link over all ranks with the latency of other numbers of nodes.
+
+    Of the steps of a ring, which NCCL has for gathers and reduce-scatters, one a node goes over the network.
+    """
+    of_node = f"inside {device.devices_per_node}"
+    inside = [each for each in device.links if (each.collective, each.group) == (found.collective, of_node)]
+    if in_steps or not inside or found.collective == "all_reduce" or device.nodes == 1:
+        return found
+    near, before = inside[0].latency, device.link(found.collective).latency
+    far = max(before - device.nodes * near, 0.0) / (device.nodes - 1)
+    return replace(found, latency=(nodes - 1) * far + nodes * near)
+
+
 def _over_ranks(link: Link, ranks: int, in_steps: bool) -> Link:
-    """A link of a ring over another number of ranks, which gloo goes around ``in_steps`` of one rank each."""
+    """A link of a ring over another number of ranks, which gloo goes around ``in_steps`` of one rank each.
+
+    So does NCCL, but for all-reduces, for which it has trees.
+    """
     part, wanted = (link.size - 1) / link.size, (ranks - 1) / ranks
+    in_steps = in_steps or link.collective != "all_reduce"
     steps = (ranks - 1) / (link.size - 1) if in_steps else ring_steps(ranks) / ring_steps(link.size)
     return replace(
         link, size=ranks, latency=link.latency * steps, bandwidth=link.bandwidth * part / wanted, residual=0.0

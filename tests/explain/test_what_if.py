@@ -54,13 +54,15 @@ def test_another_optimizer(planned: Callable[..., Plan]) -> None:
 
 
 def test_links_of_more_ranks_are_those_of_a_longer_ring() -> None:
-    # n - 1 steps, or up and down a tree, which gloo does not build; (n - 1) / n of the bytes.
-    for kind, steps in (("cpu", 7), ("device", 6)):
-        more = device_with_ranks(replace(device(ranks=4, bandwidth=1e9), kind=kind), 8)
-        link = more.link("all_gather")
-        assert (more.world_size, link.size) == (8, 8)
-        assert link.latency == pytest.approx(1e-5 * steps / 3)
-        assert link.bandwidth == pytest.approx(1e9 * (3 / 4) / (7 / 8))
+    # n - 1 steps, or up and down a tree, which NCCL builds for all-reduces; (n - 1) / n of the bytes.
+    for kind, steps in (("cpu", (7, 7)), ("device", (7, 6))):
+        few = replace(device(ranks=4, bandwidth=1e9), kind=kind)
+        more = device_with_ranks(few, 8)
+        for name, number in zip(("all_gather", "all_reduce"), steps, strict=True):
+            link, before = more.link(name), few.link(name)
+            assert (more.world_size, link.size) == (8, 8)
+            assert link.latency == pytest.approx(before.latency * number / 3)
+            assert link.bandwidth == pytest.approx(before.bandwidth * (3 / 4) / (7 / 8))
     with pytest.raises(ValueError, match="cannot be told from one device"):
         device_with_ranks(replace(device(), devices_per_node=1, links=()), 2)
 

@@ -130,8 +130,8 @@ def measure_layout(
         step = _training(folder, planned, plan, device)
         times = _time_steps(step, device, seconds)
     except RuntimeError as error:
-        # So do CUDA's libraries tell it, which allocate beside the allocator of torch.
-        if "out of memory" not in str(error):
+        # CUDA's libraries allocate beside the allocator of torch, and tell it in words of their own.
+        if not any(words in str(error) for words in ("out of memory", "ALLOC_FAILED")):
             raise
         # The others wait in a collective and are ended by torchrun: this rank alone can tell.
         MeasuredLayout(planned, seconds=None, devices=(_name_of(device),)).save(folder / MEASURED)

@@ -291,8 +291,9 @@ class ClusterRequest:
             zero=tuple(stage for stage in space.zero if stage is not None),
         )
         if self.target is Target.FSDP:
-            # It shards gradients with states.
-            return replace(space, zero=tuple(stage for stage in space.zero if stage != 1))
+            # It shards gradients with states. Beside pipelines ZeRO 3 is what ZeRO 2 is.
+            space = replace(space, zero=tuple(stage for stage in space.zero if stage != 1))
+            return space if self.zero is not None else replace(space, unstaged_zero=(3,))
         # Its PipelineModule refuses ZeRO 2 and 3, and its tensor parallelism ZeRO 3 (as exports tell).
         space = replace(space, schedules=(ONE_STAGE,), cp=space.cp or (1,))
         return space if self.zero is not None else replace(space, unstaged_zero=(2, 3), unsplit_zero=(3,))

@@ -41,8 +41,8 @@ class Efficiencies:
         memory_share: Share of the specified memory bandwidth reached by everything else.
         call_seconds: Host seconds per operator call of a forward; its backward takes as long again.
         blend: 1/p as above, from 0 to 1.
-        sum_seconds: Seconds of each tensor-parallel all-reduce in addition to the link's latency: its launch,
-            and ranks that wait for the slowest one.
+        sum_seconds: Seconds of each tensor-parallel all-reduce of two ranks in addition to the latency of the
+            link: its launch, and the rank that waits for the other one.
         step_seconds: Fixed seconds per step: data loading, training loop, gradient scaler.
         corrections: Residuals of measured layers.
         error_quantile: 90 % quantile of the errors of steps that were held out, in standard deviations
@@ -69,6 +69,14 @@ class Efficiencies:
                 f"shares must be positive, seconds 0 or more and blend in 0..1; wrong: {', '.join(wrong)} "
                 f"of {self}"
             )
+
+    def sum_wait(self, ranks: int) -> float:
+        """Seconds of each all-reduce of so many ranks in addition to the link's latency.
+
+        Of ``n`` ranks whose delays are independent and exponential the slowest comes ``1/2 + ... + 1/n`` of a
+        mean delay after the mean (Renyi, "On the theory of order statistics", 1953).
+        """
+        return self.sum_seconds * 2 * sum(1 / number for number in range(2, ranks + 1))
 
     def together(self, device: float, host: float) -> float:
         """Seconds of a pass whose kernels take ``device`` seconds and whose calls take ``host`` seconds."""

@@ -322,7 +322,7 @@ class ClusterPrices:
         shape, degrees = self.workload.shape, layout.degrees
         parameters = shape.parameters(item, degrees.tp, layout.ep)
         undivided = parameters + (layout.ep - 1) * shape.expert_parameters(item, degrees.tp, layout.ep)
-        summing = self.rates.sum_seconds + hardware.tensor.reduce_seconds(work.summed_bytes)
+        summing = self.rates.sum_wait(layout.degrees.tp) + hardware.tensor.reduce_seconds(work.summed_bytes)
         return ItemPrices(
             compute=slices * (forward + backward),
             recompute=slices * recomputed,

@@ -339,7 +339,10 @@ def torchtitan(plan: ClusterPlan, workload: Workload, half: str) -> Export:
         "parallelism.pipeline_parallel_degree": degrees.pp,
         "parallelism.data_parallel_shard_degree": degrees.dp if sharded else 1,
         "parallelism.data_parallel_replicate_degree": 1 if sharded else degrees.dp,
-        "parallelism.fsdp_reshard_after_forward": "always" if layout.zero == 3 else "never",
+        # In pipelines weights are priced as kept for a step (osdp.cluster.targets).
+        "parallelism.fsdp_reshard_after_forward": (
+            "always" if layout.zero == 3 and degrees.pp == 1 else "never"
+        ),
         "training.seq_len": shape.sequence,
         "training.local_batch_size": layout.samples * (layout.microbatches if degrees.pp > 1 else 1),
         "training.global_batch_size": layout.samples * layout.microbatches * degrees.dp,
