@@ -235,11 +235,7 @@ def _layer(
     inner = width_inside // tp
     ups = 2 if shape.gated else 1
     # 2. Matrix products of a forward: attention scores and weighted sum, projections, feed-forward block.
-    seen = s // 2 if flash and shape.causal and parts.slices == 1 else s
-    scores = (
-        Gemm(length, seen, shape.key_width, samples * heads, flash, width),
-        Gemm(length, shape.head_values, seen, samples * heads, flash, width),
-    ) * attentions
+    scores = _score_products(shape, samples * heads, parts, kernels) * attentions
     gemms = (*_projections(shape, tokens, tp, split, width, attentions, inner), *scores)
     wide = tokens * width
     # 3. Bytes saved for backward. Split over tp ranks: queries, keys, values, attention's output and the
@@ -273,11 +269,10 @@ def _layer(
     # Each weight's gradient is accumulated into that of the earlier microbatches.
     back += 3 * sum(gemm.columns * gemm.inner for gemm in gemms if gemm.count == 1) * width
     input_bytes = stream // split * (2 if item is Item.CROSS_LAYER else 1)
-    # Transient: gradients of the stream and of what is inside a block. Where scores are stored their gradient
-    # is as well, when what the feed-forward block behind has saved is freed.
-    working = 2 * stream + wide * (ups * inner + projected)
-    of_scores = 2 * stream + wide * projected - feed_kept
-    of_scores += 0 if flash else samples * heads * length * s * width
+    # 5. Transient bytes of the backward: gradients of the stream and of what is inside a block. Where scores
+    # are stored there is their gradient, too; by then what the feed-forward block has saved is freed.
+    gradients = 0 if flash else samples * heads * length * s * width
+    working = 2 * stream + wide * projected + max(wide * ups * inner, gradients - feed_kept)
     return LayerWork(
         gemms=gemms,
         attention=scores,
@@ -289,9 +284,21 @@ def _layer(
         kept_bytes=kept,
         score_bytes=score_bytes,
         input_bytes=input_bytes,
-        working_bytes=max(working, of_scores),
+        working_bytes=working,
         output_bytes=input_bytes,
         cache_bytes=wide * (keys + values),
+    )
+
+
+def _score_products(
+    shape: TransformerShape, matrices: int, parts: SequenceParts, kernels: Kernels
+) -> tuple[Gemm, Gemm]:
+    """Attention scores, and the sum of values weighted by them, of so many heads and samples together."""
+    s, length = shape.sequence, shape.sequence // parts.number
+    seen = s // 2 if kernels.flash and shape.causal and parts.slices == 1 else s
+    return (
+        Gemm(length, seen, shape.key_width, matrices, kernels.flash, kernels.width),
+        Gemm(length, shape.head_values, seen, matrices, kernels.flash, kernels.width),
     )
 
 

@@ -440,8 +440,11 @@ class ClusterPrices:
         # This item's weights, and those of the next item while they are prefetched.
         gathered = 0
         if zero == 3:
-            most = min(load.gathered_bytes, load.weight_bytes * self._all_numbers(layout))
-            gathered = max(2 * load.weight_bytes * moved, most)
+            gathered = 2 * load.weight_bytes * moved
+            if load.gathered_bytes > gathered:
+                gathered = max(
+                    gathered, min(load.gathered_bytes, load.weight_bytes * self._all_numbers(layout))
+                )
         return item.working + whole + gathered
 
     def _gathered_numbers(self, layout: ParallelLayout, item: ItemPrices) -> int:
@@ -453,7 +456,7 @@ class ClusterPrices:
     def _all_numbers(self, layout: ParallelLayout) -> int:
         """Parameters of all items on one tensor-parallel rank."""
         shape, tp = self.workload.shape, layout.degrees.tp
-        return sum(shape.parameters(item, tp, layout.ep) for item in self.items)
+        return sum(self.items.count(kind) * shape.parameters(kind, tp, layout.ep) for kind in self.kinds)
 
     def end_seconds(
         self,
