@@ -16,6 +16,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.strategies.model_parallel import ModelParallelStrategy as TrainerStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.device_mesh import DeviceMesh
@@ -101,9 +102,17 @@ class OSDPStrategy(TrainerStrategy):
     def optimizer_step(
         self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **options: Any
     ) -> Any:
-        """Step; another plan is switched to before, where one is refined, since forwards run inside."""
+        """Step; another plan is switched to before, where one is refined, since forwards run inside.
+
+        Lightning drops the gradients of the last step behind the next forward. No plan has memory for them
+        there, so they are dropped first, unless the module does that itself or looks at them.
+        """
         for wrapped in _wrapped_in(self._lightning_model):
             wrapped.begin_step(follows_plan=True)
+        module: Any = self._lightning_model
+        kept = any(is_overridden(name, module) for name in ("optimizer_zero_grad", "on_before_zero_grad"))
+        if module.automatic_optimization and module.trainer.accumulate_grad_batches == 1 and not kept:
+            optimizer.zero_grad()
         return super().optimizer_step(optimizer, closure, model, **options)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:

@@ -309,13 +309,16 @@ class Training:
         """
         return self.num_states * local_param_bytes + OPTIMIZERS[self.optimizer].scalar_bytes * num_tensors
 
-    def step_temporary_bytes(self, local_bytes_per_tensor: Sequence[int], device_kind: str) -> int:
+    def step_temporary_bytes(
+        self, local_bytes_per_tensor: Sequence[int], device_kind: str, bytes_before: int = 0
+    ) -> int:
         """Peak temporary bytes of an optimizer step, in addition to parameters, gradients and states.
 
         Args:
             local_bytes_per_tensor: Bytes of each trainable parameter as the rank stores it, in the order
                 of the optimizer's parameters.
             device_kind: As in :class:`osdp.hardware.device_info.DeviceInfo`.
+            bytes_before: Bytes of the tensor that is stepped before the first of them.
         """
         implementation = self.implementation(device_kind)
         if implementation == FUSED or not local_bytes_per_tensor:
@@ -325,7 +328,9 @@ class Training:
         # Temporaries of the previous tensor are still alive while those of the current one are made.
         return max(
             current * here + previous * before
-            for before, here in zip([0, *local_bytes_per_tensor], local_bytes_per_tensor, strict=False)
+            for before, here in zip(
+                [bytes_before, *local_bytes_per_tensor], local_bytes_per_tensor, strict=False
+            )
             for current, previous in self.temporaries.for_loop
         )
 

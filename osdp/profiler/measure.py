@@ -94,6 +94,13 @@ def profile_trainings(
                 f"{model_desc.name} takes only the traced batch of {model_desc.local_batch}, not "
                 f"{local_batch}; trace it again with a sample batch of {local_batch}"
             )
+    if sample_inputs is None and model_desc.opaque:
+        first = model_desc.opaque[0]
+        raise ValueError(
+            f"module {first.name or 'the root'!r} {first.reason}{first.place}: how long it takes depends on "
+            "the values of the batch, which a description does not hold. Pass the batch itself in its place, "
+            "or as sample_inputs="
+        )
     given = SampleBatch.from_desc(model_desc) if sample_inputs is None else SampleBatch.of(sample_inputs)
     samples = [given.resized(local_batch) for local_batch in sizes]
     target = torch.device(device) if device is not None else default_device()

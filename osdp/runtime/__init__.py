@@ -13,6 +13,7 @@ Start at :func:`osdp.runtime.running.apply`. Knows plans and torch, not how plan
 - ``microbatch``: a batch as arguments of a forward, and its parts
 - ``computation``: how a model computes, where that is no part of the plan
 - ``batch_watch``: a warning if a batch is larger than planned for
+- ``uncounted_memory``: a warning if a loop holds more than plans count
 - ``step_recorder``: what parts of a step take
 - ``measured_steps``: what steps take, beside what was predicted
 - ``losses``: losses as sums with counts

@@ -24,7 +24,7 @@ from osdp.errors import PlanMismatchError
 from osdp.plan.plan import Plan
 from osdp.runtime.computation import Computation
 from osdp.runtime.mesh import mesh_with_tensor_parallel
-from osdp.runtime.module.group_dtensor import compute_with_other_meshes
+from osdp.runtime.module.group_dtensor import compute_as_whole
 from osdp.runtime.module.parameter_owners import ParameterSites, owned_parameters
 from osdp.runtime.module.plain_states import part_for
 from osdp.runtime.module.replaced import PlainParameters, Replaced
@@ -232,7 +232,6 @@ class TakenApart:
             parameter.path.all_reduce_hook = before.all_reduce_hook
         applied.follow_settings()
         stored = {parameter.name: parameter.stored for parameter in applied.parameters}
-        replicated = {parameter.name for parameter in applied.parameters.replicated}
         for optimizer in self._optimizers:
             optimizer.regroup(stored)
         # In the model's order: ranks may have a list of parameters, or of optimizers, in another one each.
@@ -241,7 +240,7 @@ class TakenApart:
                 optimizer.lay_out(name, laid_out)
             if name in self._gradients:
                 laid_out.grad = _laid_out(self._gradients.pop(name), laid_out)
-                compute_with_other_meshes(laid_out.grad, always=name in replicated)
+                compute_as_whole(laid_out.grad)
         applied.remember_stepped(self._ever_stepped)
         return applied
 

@@ -10,6 +10,7 @@ from torch import nn
 from osdp.model.description import ModelDesc, Operator
 from osdp.nn.modules import keeps_dtype
 from osdp.tracing.loss import LossFn
+from osdp.tracing.sample_batch import SampleBatch
 from osdp.tracing.trace import describe
 
 
@@ -31,7 +32,11 @@ def describe_computed_in(
     for module in narrow.modules():
         if keeps_dtype(module):
             module.float()
-    desc = describe(narrow, sample_inputs, loss_fn=loss_fn)
+    batch = SampleBatch.of(sample_inputs)
+    cast = batch.map(
+        lambda tensor: tensor.to(getattr(torch, dtype)) if tensor.is_floating_point() else tensor
+    )
+    desc = describe(narrow, cast, loss_fn=loss_fn)
     stored = {
         name: str(parameter.dtype).removeprefix("torch.")
         for name, parameter in model.named_parameters(remove_duplicate=False)
@@ -41,4 +46,5 @@ def describe_computed_in(
         parameters = tuple(replace(each, dtype=stored[each.name]) for each in operator.parameters)
         return replace(operator, parameters=parameters)
 
-    return replace(desc, operators=tuple(map(as_stored, desc.operators)), computed_in=dtype)
+    operators = tuple(map(as_stored, desc.operators))
+    return replace(desc, operators=operators, sample=batch.specs, computed_in=dtype)

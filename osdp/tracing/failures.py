@@ -27,12 +27,14 @@ class UntraceableError(ValueError):
         place: Position of the line: ``" at file:line, in function"``, or nothing.
         reason: What it does there.
         module: FQN of the module whose code it is; ``None`` if it is not known, or is the loss.
+        alone: Whether it is that of a module that ran alone, on inputs that were made up.
     """
 
     def __init__(self, message: str, place: str, reason: str) -> None:
         super().__init__(message)
         self.place, self.reason = place, reason
         self.module: str | None = None
+        self.alone = False
 
 
 def forward_failure(error: Exception, sample: Sequence[TensorSpec]) -> ValueError:

@@ -215,8 +215,8 @@ class OpaqueModules:
         """Run a module alone, forward and backward, on inputs of these shapes.
 
         Raises:
-            UntraceableError: It cannot. If its arguments had to be guessed, the module around it, which makes
-                them, is the one to be opaque.
+            UntraceableError: It cannot. The module around it, which makes its arguments, is the one to be
+                opaque then.
         """
         with no_dispatch_modes(), torch.random.fork_rng([]):
             torch.default_generator.manual_seed(_SEED)
@@ -280,8 +280,9 @@ class OpaqueModules:
             module.place,
             module.reason,
         )
-        if module.name in self._guessed and self._recorder is not None:
-            failure.module = self._recorder.around
+        # The module around it, which makes its arguments, runs on those that it gets in training.
+        failure.alone = True
+        failure.module = None if self._recorder is None else self._recorder.around
         return failure
 
     def _real(self, fake: torch.Tensor) -> torch.Tensor:

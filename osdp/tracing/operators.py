@@ -41,9 +41,12 @@ class _Groups:
         first, second = sorted((self.find(one), self.find(other)), key=self.order.__getitem__)
         self._parent[second] = first
 
-    def members(self, module: str) -> list[str]:
-        root = self.find(module)
-        return [other for other in self.order if self.find(other) == root]
+    def members(self) -> dict[str, list[str]]:
+        """The modules of each group, by its root."""
+        found: dict[str, list[str]] = {}
+        for module in self.order:
+            found.setdefault(self.find(module), []).append(module)
+        return found
 
 
 def find_parameters(model: nn.Module) -> tuple[Parameter, ...]:
@@ -99,7 +102,8 @@ def find_operators(
         else:
             by_group.setdefault(groups.find(owner), []).append(parameter)
     # 3. The operators, in order of first use.
-    executed = [_operator(groups.members(root), held, uses, blocks) for root, held in by_group.items()]
+    members, spans = groups.members(), _spans(uses)
+    executed = [_operator(members[root], held, spans, blocks) for root, held in by_group.items()]
     executed.sort(key=lambda operator: (operator.first, operator.last, groups.order[operator.modules[0]]))
     return (
         *_with_spanning(executed, uses),
@@ -147,26 +151,36 @@ def _join_into_ancestors(groups: _Groups, separate: set[str]) -> None:
                 groups.join(ancestor, module)
 
 
+def _spans(uses: Sequence[Use]) -> dict[str, tuple[int, int]]:
+    """The first and the last use in which the forward of each module runs."""
+    spans: dict[str, tuple[int, int]] = {}
+    for index, use in enumerate(uses):
+        for module in use.stack:
+            first, _ = spans.get(module, (index, index))
+            spans[module] = first, index
+    return spans
+
+
 def _operator(
-    members: Sequence[str], parameters: Sequence[Parameter], uses: Sequence[Use], blocks: Mapping[str, str]
+    members: Sequence[str],
+    parameters: Sequence[Parameter],
+    spans: Mapping[str, tuple[int, int]],
+    blocks: Mapping[str, str],
 ) -> Operator:
-    modules = [module for module in members if not any(other in members for other in _ancestors(module))]
-    inside = [index for index, use in enumerate(uses) if any(module in use.stack for module in modules)]
-    first_call = {module: _first_call(module, uses) for module in modules}
-    modules.sort(key=first_call.__getitem__)
+    group = set(members)
+    modules = [module for module in members if group.isdisjoint(_ancestors(module))]
+    # The root has parameters of its own where the loss uses them, while no module's forward runs.
+    never = max((last for _, last in spans.values()), default=-1) + 1, -1
+    modules.sort(key=lambda module: spans.get(module, never)[0])
     homes = {blocks.get(module) for module in modules}
     return Operator(
         name=modules[0],
         modules=tuple(modules),
         parameters=tuple(parameters),
         block=homes.pop() if len(homes) == 1 else None,
-        first=min(inside),
-        last=max(inside),
+        first=min(spans.get(module, never)[0] for module in modules),
+        last=max(spans.get(module, never)[1] for module in modules),
     )
-
-
-def _first_call(module: str, uses: Sequence[Use]) -> int:
-    return next((index for index, use in enumerate(uses) if module in use.stack), len(uses))
 
 
 def _with_spanning(operators: Sequence[Operator], uses: Sequence[Use]) -> list[Operator]:

@@ -146,6 +146,7 @@ def _traces(
 
     Modules that cannot run on fake tensors are added to ``opaque``, until all of the model runs.
     """
+    alone: UntraceableError | None = None
     while True:
         with FakeTensors():
             twin = copy_without_weights(model, on_fake_cpu)
@@ -154,8 +155,11 @@ def _traces(
             try:
                 trace = largest_run(twin, run, lambda found: len(found.modules))
             except UntraceableError as failure:
+                # Where nothing around runs alone either, the innermost error says most.
+                alone = alone or (failure if failure.alone else None)
                 if not opaque.add(failure):
-                    raise
+                    error = alone or failure
+                    raise error from error.__cause__
                 continue
             return twin, trace, _other_batch(twin, batch, loss_fn, opaque, trace)
 

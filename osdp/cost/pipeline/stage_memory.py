@@ -190,5 +190,5 @@ def _peaks(problem: ShardingProblem, found: ShardingSolution) -> dict[str, float
         # All other kinds of moments are in backward.
         phase = "forward" if moment.kind in _FORWARD else "step" if moment.kind == "step" else "backward"
         peaks[phase] = max(peaks[phase], nbytes)
-    own = always(units, problem, lasting_gradients(units, problem.settings))
+    own = always(units, problem, lasting_gradients(units, problem))
     return peaks | {"always": root_always(problem, root) + float(own.sum())}

@@ -52,7 +52,14 @@ def final_row(
     """
     first = units.sharded & (units.start == 0)
     row = np.where(first, units.unsharded + units.gradient, gradients.after)
+    if problem.settings.microbatches == 1:
+        # Buckets of another dtype than parameters are stored in are cast one after the other, the first
+        # unit's last, while the copies that parameters were computed in are still there.
+        cast = ~units.sharded & ~units.sliced & ~units.in_root & (units.bucket != units.gradient_kept)
+        row += np.where(cast, units.gradient_kept - units.bucket, 0.0)
+        row += np.where(cast & (units.start == 0), units.bucket, 0.0)
     constant = problem.timeline.final - root.unsharded + root.gradient
+    constant += root.cast_gradients if problem.settings.microbatches == 1 else 0.0
     if operator == COPY_IN:
         row += np.where(units.in_root, units.reduce_input - units.unsharded, 0.0)
         return row, constant + root.reduce_input

@@ -70,8 +70,21 @@ class Gradients:
     after: Floats
 
 
-def lasting_gradients(units: UnitCosts, settings: StepSettings) -> Gradients:
-    """Gradients that outlive a unit's own backward."""
+def lasting_gradients(units: UnitCosts, problem: ShardingProblem) -> Gradients:
+    """Gradients that outlive a unit's own backward.
+
+    With them counts what units whose input needs no gradient hold: FSDP2 reduces and reshards them when the
+    whole backward has ended (``_root_post_backward_final_callback`` in
+    ``torch.distributed.fsdp._fully_shard._fsdp_state``, 2.13).
+    """
+    found, settings = _reduced_gradients(units, problem.settings), problem.settings
+    late = units.sharded & problem.reduced_late[units.start]
+    held = units.unsharded + np.where(settings.keeps_gradients, 0.0, units.gradient)
+    return Gradients(found.always, np.where(late, held, found.after))
+
+
+def _reduced_gradients(units: UnitCosts, settings: StepSettings) -> Gradients:
+    """Gradients after a unit's own backward, at the end of which they are reduced."""
     # Until they are reduced, gradients of the root unit are unsharded and those of replicated units are in a
     # bucket. Slices are reduced in every backward.
     unreduced = np.where(units.in_root, units.gradient, units.bucket)

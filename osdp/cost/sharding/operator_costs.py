@@ -309,10 +309,18 @@ def _state(training: Training, num_shards: int, operator: Operator, trainable_by
 
 
 def _temporaries(local_bytes: list[list[int]], training: Training, device_kind: str, add: bool) -> Floats:
-    values = [
-        float(training.step_temporary_bytes(sizes, device_kind)) if sizes else 0.0 for sizes in local_bytes
-    ]
-    return _prefix(values) if add else np.array(values)
+    if add:
+        return _prefix([float(training.step_temporary_bytes(sizes, device_kind)) for sizes in local_bytes])
+    # Those of the tensor before are still there: whose it is depends on the order in which a module lists its
+    # parameters, so it counts as the largest that another operator ends with.
+    last = [sizes[-1] if sizes else 0 for sizes in local_bytes]
+    most, next_most = [*sorted(last, reverse=True), 0, 0][:2]
+    return np.array(
+        [
+            float(training.step_temporary_bytes(sizes, device_kind, next_most if own == most else most))
+            for sizes, own in zip(local_bytes, last, strict=True)
+        ]
+    )
 
 
 def _prefix(values: Sequence[float]) -> Floats:

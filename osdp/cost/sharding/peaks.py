@@ -116,7 +116,7 @@ class _Plan:
 
     def __init__(self, problem: ShardingProblem, units: UnitCosts, root: RootUnitCost) -> None:
         self.problem, self.units, self.root = problem, units, root
-        self.gradients = lasting_gradients(units, problem.settings)
+        self.gradients = lasting_gradients(units, problem)
         #: Alive throughout forward and backward.
         self.base = root_always(problem, root) + float(always(units, problem, self.gradients).sum())
         #: Parameters that the units before each keep, and gradients of those from it on, ``(U + 1,)``.

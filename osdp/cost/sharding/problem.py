@@ -1,10 +1,13 @@
 """Inputs of a step that do not depend on the sharding decisions, and the costs of the root unit."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 
+from osdp.arrays import Bools
 from osdp.cost.matrix_steps import num_owners, temporary_bytes
 from osdp.cost.sharding.operator_costs import OperatorCosts, cost_operators, over_group
 from osdp.cost.sharding.shard_groups import shard_groups_of
@@ -20,7 +23,7 @@ from osdp.cost.sharding.unit_costs import cost_units
 from osdp.cost.sharding.units import UnitCosts
 from osdp.hardware.device_info import DeviceInfo
 from osdp.hardware.profile import OptimizerProfile, Profile
-from osdp.model.description import ModelDesc, Operator
+from osdp.model.description import DTYPE_BYTES, ModelDesc, Operator
 from osdp.model.training import Training
 
 _NO_BACKWARD = Backward(np.zeros(0), np.zeros(0), np.zeros(0))
@@ -102,6 +105,12 @@ class ShardingProblem:
     root_group: int = 0
     matrix_temporary: float = 0.0
 
+    @cached_property
+    def reduced_late(self) -> Bools:
+        """Operators whose input needs no gradient, such as tables of embeddings, shape ``(K,)``."""
+        chain = self.timeline.chain
+        return np.array([op.cut is not None and not op.cut.in_backward for op in chain], dtype=bool)
+
     @property
     def root_strategy(self) -> UnitStrategy:
         """Strategy of operators in the root unit."""
@@ -129,6 +138,7 @@ class RootUnitCost:
         last_gradient: Gradient of the root unit's last parameter, which is freed later.
         last_segment: First segment of that parameter's operator; -1 if there is none.
         gradient_kept: Gradients left after backward.
+        cast_gradients: By how much those of replicated operators are larger than their buckets.
         gather_seconds: The root unit's all-gather.
         reduce_seconds: The root unit's reduce-scatter.
         host_gather: Time the host takes to issue the root unit's all-gather to an accelerator; 0 on CPUs.
@@ -151,6 +161,7 @@ class RootUnitCost:
     last_gradient: float = 0.0
     last_segment: int = -1
     gradient_kept: float = 0.0
+    cast_gradients: float = 0.0
     gather_seconds: float = 0.0
     reduce_seconds: float = 0.0
     host_gather: float = 0.0
@@ -186,6 +197,7 @@ def build_problem(
     if training.param_dtype is None:
         model_desc = _all_alike(model_desc)
     timeline = build_timeline(model_desc, profile, device.ranks_per_core if profile.measured else 1)
+    timeline = replace(timeline, resident=timeline.resident + _cast_batch(model_desc, profile, training))
     operators = (*timeline.chain, *timeline.root)
     # Plain tensors save the optimizer's overhead per DTensor.
     dtypes = [p.dtype for operator in operators for p in operator.parameters if p.trainable]
@@ -225,6 +237,17 @@ def build_problem(
         plain_saving=len(dtypes) * (optimizer.per_dtensor - optimizer.per_tensor),
         matrix_temporary=temporary_bytes(operators, training, device.world_size),
     )
+
+
+def _cast_batch(model_desc: ModelDesc, profile: Profile, training: Training) -> float:
+    """Bytes of the batch in the dtype of compute, beside that which the caller holds."""
+    computed = training.param_dtype
+    cast = [
+        math.prod(spec.shape) * DTYPE_BYTES[computed]
+        for spec in model_desc.sample
+        if computed not in (None, spec.dtype) and spec.dtype.startswith(("float", "bfloat"))
+    ]
+    return sum(cast) * profile.local_batch / model_desc.local_batch
 
 
 def with_links(problem: ShardingProblem, device: DeviceInfo) -> ShardingProblem:
@@ -293,6 +316,7 @@ def cost_root(
         last_gradient=float(costs.last_gradient.sum()),
         last_segment=max((op.first for op in last), default=-1),
         gradient_kept=float(unit.gradient_kept.sum()) + replicated_sum("gradient_kept"),
+        cast_gradients=replicated_sum("gradient_kept") - replicated_sum("bucket"),
         gather_seconds=float(unit.gather_seconds.sum()) + has_unit * shard_group.gather.latency,
         reduce_seconds=float(unit.reduce_seconds.sum()) + has_unit * shard_group.reduce_latency,
         host_gather=float(unit.host_gather.sum()) + on_host * shard_group.gather.latency,

@@ -46,7 +46,7 @@ def memory_row(
     """
     if moment.kind == "step":
         return step_row(problem, units, root, moment.where)
-    gradients = lasting_gradients(units, problem.settings)
+    gradients = lasting_gradients(units, problem)
     if moment.kind == "final":
         row, constant = final_row(problem, units, root, gradients, moment.where)
     else:

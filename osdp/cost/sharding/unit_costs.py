@@ -78,7 +78,9 @@ def _cost_units_in(
     last = np.append(costs.last_gradient, 0.0)[b - 1]
     beside = shard_group.reduce_buffers * reduce_input
     copies = span(costs.copy_in) + _range_max(costs.cast_in, a, b)
-    copying = np.maximum(span(costs.gradient) + copies, last + beside)
+    # What is reduced in another dtype than parameters are stored in is cast beside the input.
+    cast = np.where(bucket != span(costs.gradient_whole), span(costs.gradient_sharded), 0.0)
+    copying = np.maximum(span(costs.gradient) + copies, last + beside + cast)
     # 2. Time of the reduction and of the optimizer's step.
     each = np.where(sharded, device.parameter_overhead, 0.0)
     per_gather, per_reduce = each * span(costs.num_parameters), each * count
@@ -105,7 +107,7 @@ def _cost_units_in(
         # The copy into the root unit's reduction is a moment of its own (osdp.cost.sharding.end_of_step).
         reduce_input=np.where(sharded, reduce_input + np.where(kinds.own, 0.0, copies), 0.0),
         reduce_peak=np.where(
-            sharded, reduce_input + np.where(kinds.own, copying, beside - span(costs.gradient)), 0.0
+            sharded, reduce_input + np.where(kinds.own, copying, beside + cast - span(costs.gradient)), 0.0
         ),
         accumulated=bucket,
         gradient_kept=np.where(sharded, span(costs.gradient_sharded), span(costs.gradient_whole)),

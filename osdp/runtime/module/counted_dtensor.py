@@ -50,7 +50,7 @@ class CountedDTensor(GroupDTensor):
         for tensor in operands(_written(func.__name__, args, kwargs), {}):
             if isinstance(tensor, CountedDTensor):
                 tensor.changes.count += 1
-        views = [view for view in operands((found,), {}) if type(view) is DTensor]
+        views = [view for view in operands((found,), {}) if type(view) in (DTensor, GroupDTensor)]
         if views:
             for tensor in operands(args, kwargs):
                 if isinstance(tensor, CountedDTensor):

@@ -1,9 +1,16 @@
-"""DTensors of parameters that are sharded within groups, next to those that are sharded over all ranks.
+"""DTensors that compute as whole tensors do: with others on another mesh, and where a number is read.
+
+What a function makes of all shards, such as a norm, is at first the part of each rank, and reading it
+(``norm.item()``, ``if gradient.isnan().any()``) gives that part, another one on each rank. Plain tensors,
+which a plan that replicates everything has, give the whole. So what is stored of parameters, and their
+gradients, are DTensors whose results are whole: one all-reduce for each that would be a part, when all ranks
+make it, since a number is often read by one rank alone. Lists of results are left to the function that joins
+them.
 
 A HYBRID_SHARD parameter is on a mesh of groups, other parameters of its plan are on the mesh of all ranks.
 DTensor refuses operations on tensors of different meshes, so whether the norm for clipping can be computed by
 torch, or the factors of LoRA can be merged, would depend on the plan. What is stored of HYBRID_SHARD
-parameters, and their gradients, are therefore DTensors that bring the operands of an operation onto one mesh.
+parameters, and their gradients, therefore bring the operands of an operation onto one mesh, too.
 
 So are the gradients of replicated parameters beside sharded ones, for ``torch.amp.GradScaler``: whether any
 gradient is infinite torch asks the other ranks only if the first one in the optimizer is sharded
@@ -29,6 +36,20 @@ _ON_LISTS = ("_foreach_", "_fused_")
 _UNSCALES = "_amp_foreach_non_finite_check_and_unscale_"
 #: What takes tensors as they are: attributes, and what asks autograd for the gradients of some.
 _AS_THEY_ARE = frozenset(("__get__", "__set__", "__delete__", "grad", "backward"))
+#: What reads a tensor into Python.
+_READS = frozenset(
+    (
+        "item",
+        "tolist",
+        "is_nonzero",
+        "__bool__",
+        "__float__",
+        "__int__",
+        "__index__",
+        "__complex__",
+        "__format__",
+    )
+)
 #: Methods whose names look like those of in-place operations, which change no values.
 _NOT_IN_PLACE = frozenset(("__init__", "__int__", "__index__", "__invert__", "__iter__", "requires_grad_"))
 
@@ -43,7 +64,7 @@ def _attribute(name: str) -> property:
     def get(tensor: torch.Tensor) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             value = attribute.__get__(tensor)
-        return _as_group(value) if type(value) is DTensor else value
+        return _as_group(value)
 
     def put(tensor: torch.Tensor, value: Any) -> None:
         with torch._C.DisableTorchFunctionSubclass():
@@ -57,7 +78,7 @@ def _attribute(name: str) -> property:
 
 
 class GroupDTensor(DTensor):
-    """A DTensor on a mesh of groups, which computes together with DTensors on other meshes of its ranks."""
+    """A DTensor that computes together with DTensors on other meshes of its ranks, to whole results."""
 
     grad = _attribute("grad")
     requires_grad = _attribute("requires_grad")
@@ -83,7 +104,9 @@ class GroupDTensor(DTensor):
         name = func.__name__
         with torch._C.DisableTorchFunctionSubclass():
             if name in _AS_THEY_ARE:
-                return _results(func(*args, **kwargs))
+                return _as_group(func(*args, **kwargs))
+            if name in _READS:
+                return func(_as_plain(_whole(args[0])), *args[1:], **kwargs)
             if name == _UNSCALES:
                 return _each_mesh(func, (sorted(args[0], key=_is_whole), *args[1:]), kwargs)
             meshes = list(dict.fromkeys(tensor.device_mesh for tensor in operands(args, kwargs)))
@@ -131,29 +154,30 @@ class GroupDTensor(DTensor):
 treat_in_lists(GroupDTensor)
 
 
-def compute_with_other_meshes(tensor: torch.Tensor | None, *, always: bool = False) -> None:
-    """Let a DTensor on a mesh of groups be a :class:`GroupDTensor` from now on; others stay what they are.
-
-    Args:
-        tensor: The tensor.
-        always: Whether one on another mesh becomes one, too.
-    """
-    if always and type(tensor) is DTensor:
-        tensor.__class__ = GroupDTensor
+def compute_as_whole(tensor: torch.Tensor | None) -> None:
+    """Let a DTensor be a :class:`GroupDTensor` from now on; others stay what they are."""
     _as_group(tensor)
 
 
 def _as_group(value: Any) -> Any:
-    if type(value) is DTensor and value.device_mesh.ndim > 1:
+    """A DTensor, or those in a list, as such; sizes, which are tuples too, stay what they are."""
+    if type(value) in (list, tuple):
+        return type(value)(map(_as_group, value))
+    if type(value) is DTensor:
         value.__class__ = GroupDTensor
     return value
 
 
 def _results(found: Any) -> Any:
-    """What a function returned; sizes, which are tuples too, stay what they are."""
-    if type(found) in (list, tuple):
-        return type(found)(map(_as_group, found))
-    return _as_group(found)
+    """What a function returned: one result is whole, of a list each may be a part."""
+    return _as_group(found if type(found) in (list, tuple) else _whole(found))
+
+
+def _whole(value: Any) -> Any:
+    """``value``, which is summed over the ranks if it is a part on each."""
+    if not isinstance(value, DTensor) or not any(p.is_partial() for p in value.placements):
+        return value
+    return value.redistribute(placements=[Replicate() if p.is_partial() else p for p in value.placements])
 
 
 def operands(args: Iterable[Any], kwargs: Mapping[str, Any]) -> Iterator[DTensor]:
@@ -194,6 +218,11 @@ def _settle(written: DTensor) -> None:
         whole: Any = written.detach()
         whole = whole.redistribute(placements=[Replicate()] * written.device_mesh.ndim)
         written._local_tensor, written._spec = whole._local_tensor, whole._spec
+
+
+def _as_plain(tensor: torch.Tensor) -> torch.Tensor:
+    """A DTensor that each rank has all of as a plain tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) and _is_whole(tensor) else tensor
 
 
 def _onto(mesh: DeviceMesh, values: Any) -> Any:

@@ -7,7 +7,7 @@ memory than was planned; and until gradients have arrived once, whether there ar
 
 import logging
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ from osdp.plan.shard_math import matrix_step_bytes
 from osdp.plan.sharding import MatrixStep
 from osdp.runtime.measured_steps import MeasuredSteps
 from osdp.runtime.module.replaced import Replaced
-from osdp.runtime.optimizer.local_steps import LocalSteps
+from osdp.runtime.optimizer.local_steps import LocalSteps, with_closure
 from osdp.runtime.optimizer.whole_matrices import WholeMatrices
 from osdp.runtime.ranks.control import Control
 from osdp.runtime.running import RunningModel
@@ -155,6 +155,11 @@ class OptimizerCheck:
                 steps.make_next(optimizer)
             self._in_step.add(optimizer)
             self._with_gradients[optimizer] = _with_gradients(optimizer)
+
+    def after_closure(self, optimizer: Optimizer) -> None:
+        """Free the copies that the forward of a closure has made anew, before the update."""
+        if self._is_over_mine(optimizer):
+            self._running.free_copies()
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Gather what ``optimizer`` has updated in shards, so that each rank can evaluate by itself."""
@@ -313,6 +318,17 @@ def _has_dtensors(optimizer: Optimizer) -> bool:
     return any(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"])
 
 
+def _followed_by(
+    closure: Callable[[], Any], then: Callable[[Optimizer], None], optimizer: Optimizer
+) -> Callable[[], Any]:
+    def with_end() -> Any:
+        loss = closure()
+        then(optimizer)
+        return loss
+
+    return with_end
+
+
 def _hook_up(check: OptimizerCheck) -> tuple[RemovableHandle, RemovableHandle]:
     """Call ``check`` before and after every optimizer step for as long as it exists; returns the handles.
 
@@ -329,8 +345,14 @@ def _hook_up(check: OptimizerCheck) -> tuple[RemovableHandle, RemovableHandle]:
     # Dynamo cannot trace it, and need not: it decides nothing about the step.
     uncompiled: Any = torch.compiler.disable(check_step)
 
-    def before_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         uncompiled(optimizer, torch.compiler.is_compiling())
+        return with_closure(args, kwargs, lambda closure: _followed_by(closure, after_closure, optimizer))
+
+    def after_closure(optimizer: Optimizer) -> None:
+        living = reference()
+        if living is not None:
+            living.after_closure(optimizer)
 
     def after_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         living = reference()

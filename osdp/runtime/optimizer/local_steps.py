@@ -16,7 +16,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from osdp.runtime.module.group_dtensor import compute_with_other_meshes
+from osdp.runtime.module.group_dtensor import compute_as_whole
 from osdp.torch_private.dtensor import wrap_like
 from osdp.torch_private.local_step import (
     InnermostHooks,
@@ -29,6 +29,24 @@ from osdp.torch_private.local_step import (
 def step_elementwise(optimizer: Optimizer) -> bool:
     """Make one step of an elementwise optimizer, without its hooks; returns whether it was made."""
     return step_local_tensors(optimizer, as_state)
+
+
+def with_closure(
+    args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[Callable[[], Any]], Callable[[], Any]]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Arguments of a step with another closure; ``None`` if it is given none.
+
+    Args:
+        args: The optimizer, then what ``step`` was given.
+        kwargs: By name.
+        change: Makes the other closure from the one that was given.
+    """
+    # As it was passed: hooks after the step find it.
+    if kwargs.get("closure") is not None:
+        return args, {**kwargs, "closure": change(kwargs["closure"])}
+    if len(args) > 1 and args[1] is not None:
+        return (args[0], change(args[1]), *args[2:]), kwargs
+    return None
 
 
 class LocalSteps:
@@ -56,16 +74,12 @@ class LocalSteps:
         self._hooks.put(optimizer)
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        if closure is None:
+        changed = with_closure(args, kwargs, lambda closure: self._with_step(optimizer, closure))
+        if changed is None:
             self._step(optimizer)
             return None
         self._is_in_step = True
-        with_step = self._with_step(optimizer, closure)
-        # As it was passed: hooks after the step find it.
-        if "closure" in kwargs:
-            return args, {**kwargs, "closure": with_step}
-        return (args[0], with_step, *args[2:]), kwargs
+        return changed
 
     def _with_step(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
         """``closure``, which computes the gradients, and the step after it, once."""
@@ -94,5 +108,5 @@ class LocalSteps:
 def as_state(local: torch.Tensor, parameter: DTensor) -> torch.Tensor:
     """A new state with the layout of ``parameter``, from its local tensor."""
     state = wrap_like(local, parameter)
-    compute_with_other_meshes(state)
+    compute_as_whole(state)
     return state

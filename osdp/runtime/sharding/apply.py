@@ -43,6 +43,7 @@ from osdp.runtime.sharding.sharded_model import ShardedModel
 from osdp.runtime.sharding.sliced import exchange_modules, shard_weight
 from osdp.runtime.sharding.storage import ParameterStorage
 from osdp.runtime.sharding.validate import check_backend, check_double_backward, check_plan
+from osdp.runtime.uncounted_memory import watch_uncounted
 from osdp.torch_private.distributed import backend_of
 
 
@@ -122,6 +123,9 @@ def apply_sharding(
     accept_plain_states(model)  # last: the hooks before it must first register the stored parameters
     if plan.is_whole:
         watch_batches(model, plan)
+        watch_uncounted(
+            model, plan, lambda: [p.stored for p in applied.parameters], lambda: applied.is_new_step
+        )
     plain.note_changes()
     applied.plain_modules = plain
     applied.own_group = group if group is not mesh.get_group() else own_group

@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from osdp.runtime.module.gradient_hooks import gradient_hook
-from osdp.runtime.module.group_dtensor import compute_with_other_meshes
+from osdp.runtime.module.group_dtensor import compute_as_whole
 from osdp.runtime.module.unused import unused_error
 from osdp.runtime.ranks.lockstep import Lockstep
 from osdp.runtime.sharding.accumulation import Accumulation
@@ -316,7 +316,7 @@ class BackwardPass:
         for parameter in self._parameters:
             path, stored = parameter.path, parameter.stored
             if isinstance(stored, DTensor):
-                compute_with_other_meshes(stored.grad, always=isinstance(parameter, ReplicatedParameter))
+                compute_as_whole(stored.grad)
             is_absent = parameter.name in absent
             if not is_absent:
                 # On all ranks, also on those that have not used it.

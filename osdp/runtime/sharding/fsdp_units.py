@@ -29,7 +29,7 @@ from osdp.plan.sharded_units import wrap_order
 from osdp.plan.sharding import Mode, ShardingPlan, Unit
 from osdp.runtime.module.checkpointed_regions import UnseenHooks
 from osdp.runtime.module.gradient_hooks import gradient_hook
-from osdp.runtime.module.group_dtensor import compute_with_other_meshes
+from osdp.runtime.module.group_dtensor import compute_as_whole
 from osdp.runtime.module.parameter_owners import ParameterSites
 from osdp.runtime.module.shared_arguments import keep_identity
 from osdp.runtime.sharding.gradients import GradientPath, num_ranks
@@ -137,7 +137,7 @@ class ShardedParameter:
         self.owned = owned
         self.name = owned.name
         self.stored = owned.parameter
-        compute_with_other_meshes(self.stored)
+        compute_as_whole(self.stored)
         self.path = GradientPath()
         self.unit = unit
         self.compute: nn.Parameter | None = None

@@ -236,6 +236,11 @@ class ShardedModel:
         return self._backward.is_awaited
 
     @property
+    def is_new_step(self) -> bool:
+        """Whether an optimizer has stepped since the last backward."""
+        return self._backward.is_stepped
+
+    @property
     def waiting_for(self) -> str | None:
         """What has to come before the model is between two steps; ``None`` if it is.
 

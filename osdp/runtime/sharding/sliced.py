@@ -20,6 +20,7 @@ from osdp.nn.sliced_weight import compute_with
 from osdp.plan.shard_math import shard_numel
 from osdp.plan.sharding import Decision, ShardingPlan
 from osdp.runtime.module.gradient_hooks import gradient_hook
+from osdp.runtime.module.group_dtensor import compute_as_whole
 from osdp.runtime.module.parameter_owners import ParameterSites
 from osdp.runtime.sharding.gradients import GradientPath, num_ranks
 from osdp.torch_private.dtensor import wrap_like
@@ -134,6 +135,7 @@ class SlicedParameter:
         self.owned = owned
         self.name = owned.name
         self.stored = owned.parameter
+        compute_as_whole(self.stored)
         self.compute = nn.Parameter(self._local, requires_grad=self.stored.requires_grad)
         compute_with(self.stored, self.compute)
         self.path = GradientPath()

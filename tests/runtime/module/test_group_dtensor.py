@@ -5,12 +5,14 @@ from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from osdp.runtime.module.group_dtensor import GroupDTensor, compute_with_other_meshes
+from osdp.runtime.module.group_dtensor import GroupDTensor, compute_as_whole
 from tests.helpers.distributed import run
 
 
@@ -18,7 +20,7 @@ def on(mesh: DeviceMesh, seed: int) -> nn.Parameter:
     value = torch.randn(7, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     placements = [Shard(0)] if mesh.ndim == 1 else [Replicate(), Shard(0)]
     parameter = nn.Parameter(distribute_tensor(value, mesh, placements))
-    compute_with_other_meshes(parameter)
+    compute_as_whole(parameter)
     return parameter
 
 
@@ -52,7 +54,7 @@ def alike(operation: Callable[[list[nn.Parameter]], Any]) -> None:
     for mine, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(whole(mine.detach()), other.detach())
         torch.testing.assert_close(whole(mine.grad), other.grad)
-        assert (mine.device_mesh.ndim == 2) is isinstance(mine, GroupDTensor)
+        assert isinstance(mine, GroupDTensor)
 
 
 def clip(tensors: list[nn.Parameter], **options: Any) -> torch.Tensor:
@@ -108,7 +110,26 @@ def asked_of_autograd() -> None:
         torch.testing.assert_close(whole(gradient), 2 * whole(tensor.detach()))
 
 
+def numbers_read() -> None:
+    """A number read into Python is that of the whole tensor: torch's own DTensors give this rank's part."""
+    for tensor in parameters():
+        value = tensor.detach().full_tensor()
+        norm = tensor.norm().detach()
+        if dist.get_rank() == 0:  # the norm was whole before: reading is no collective
+            assert norm.item() == float(norm) == pytest.approx(value.norm().item())
+            assert f"{norm:.3f}" == f"{value.norm():.3f}"
+        (of_list,) = torch._foreach_norm([tensor.detach()])
+        assert of_list.item() == pytest.approx(value.norm().item())
+        assert (tensor.max() > value.max() - 1).item() and not tensor.isnan().any()
+        later = (2 * tensor.detach()).abs()
+        assert later.sum().item() == pytest.approx(2 * value.abs().sum().item())
+        if dist.get_rank() % 2:
+            tensor.detach().to_local().view(-1)[-1:].fill_(float("nan"))
+        assert tensor.isnan().any(), "of another rank's shard"
+
+
 def on_four_ranks() -> None:
+    numbers_read()
     alike(clip)
     alike(lambda tensors: clip(tensors, norm_type=float("inf")))
     alike(lambda tensors: clip(tensors, foreach=True))
