@@ -110,7 +110,9 @@ class OSDPStrategy(TrainerStrategy):
         for wrapped in _wrapped_in(self._lightning_model):
             wrapped.begin_step(follows_plan=True)
         module: Any = self._lightning_model
-        kept = any(is_overridden(name, module) for name in ("optimizer_zero_grad", "on_before_zero_grad"))
+        looks = [module, *module.trainer.callbacks]
+        kept = is_overridden("optimizer_zero_grad", module)
+        kept |= any(is_overridden("on_before_zero_grad", each) for each in looks)
         if module.automatic_optimization and module.trainer.accumulate_grad_batches == 1 and not kept:
             optimizer.zero_grad()
         return super().optimizer_step(optimizer, closure, model, **options)

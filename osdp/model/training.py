@@ -6,6 +6,7 @@ DTensors, which agree), and the tests count it again on the installed torch.
 """
 
 import inspect
+import math
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,8 @@ from osdp.model.description import DTYPE_BYTES
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
+
+    from osdp.model.description import TensorSpec
 
 FOR_LOOP, FOREACH, FUSED = "for-loop", "foreach", "fused"
 
@@ -332,6 +335,15 @@ class Training:
                 [bytes_before, *local_bytes_per_tensor], local_bytes_per_tensor, strict=False
             )
             for current, previous in self.temporaries.for_loop
+        )
+
+    def cast_bytes(self, sample: Iterable["TensorSpec"]) -> int:
+        """Bytes of a batch in the dtype of compute, beside the batch itself, which the caller holds."""
+        computed = self.param_dtype
+        return sum(
+            math.prod(spec.shape) * DTYPE_BYTES[computed]
+            for spec in sample
+            if computed not in (None, spec.dtype) and spec.dtype.startswith(("float", "bfloat"))
         )
 
     def implementation(self, device_kind: str) -> str:

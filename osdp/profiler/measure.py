@@ -127,7 +127,9 @@ def profile_trainings(
             local_batch=local_batch,
             segments=measured,
             optimizer=optimizer,
-            resident_bytes=resident + sum(t.nbytes for t in (*model.buffers(), *sample.tensors)),
+            resident_bytes=resident
+            + sum(t.nbytes for t in (*model.buffers(), *sample.tensors))
+            + training.cast_bytes(sample.specs),
             measured=True,
             model=model_desc.fingerprint,
             host_optimizer=on_host,

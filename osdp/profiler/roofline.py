@@ -74,7 +74,7 @@ def estimate(model_desc: ModelDesc, device_info: DeviceInfo, training: Training 
             estimate_optimizer(training, device_info.kind, device_info.memory_bandwidth),
             matrices=_estimate_matrices(training, device_info),
         ),
-        resident_bytes=_sample_bytes(model_desc, batch),
+        resident_bytes=_sample_bytes(model_desc, training, batch),
         measured=False,
         model=model_desc.fingerprint,
         host_optimizer=_estimate_host_optimizer(training, device_info),
@@ -148,6 +148,7 @@ def _narrow_factor(model_desc: ModelDesc, training: Training) -> float:
     return min(1.0, DTYPE_BYTES[training.param_dtype] / own)
 
 
-def _sample_bytes(model_desc: ModelDesc, batch: int) -> int:
+def _sample_bytes(model_desc: ModelDesc, training: Training, batch: int) -> int:
     traced = sum(math.prod(spec.shape) * DTYPE_BYTES[spec.dtype] for spec in model_desc.sample)
+    traced += training.cast_bytes(model_desc.sample)
     return math.ceil(traced * batch / model_desc.local_batch)

@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 def watch_uncounted(
     model: nn.Module,
     plan: Plan,
+    device: torch.device,
     stored: Callable[[], Iterable[nn.Parameter]],
     is_new_step: Callable[[], bool],
 ) -> None:
@@ -37,8 +38,9 @@ def watch_uncounted(
     Args:
         model: The model.
         plan: Its plan.
+        device: This rank's device; gradients of offloaded parameters are in host memory.
         stored: Gives the parameters as optimizers see them.
-        is_new_step: Whether an optimizer has stepped since the last backward.
+        is_new_step: Whether a forward is the first of a step.
     """
     if dist.get_rank() != 0:
         return
@@ -54,7 +56,7 @@ def watch_uncounted(
         of_outputs = sum(output.nbytes for output in held.values())
         # Those of several microbatches are there throughout a step.
         kept = [p.grad for p in stored() if p.grad is not None] if plan.training.microbatches == 1 else []
-        of_gradients = sum(map(local_bytes, kept))
+        of_gradients = sum(local_bytes(grad) for grad in kept if grad.device.type == device.type)
         if of_outputs + of_gradients > max(left, 0):
             _tell(plan, of_outputs, of_gradients)
             while handles:
@@ -76,7 +78,7 @@ def _tell(plan: Plan, of_outputs: int, of_gradients: int) -> None:
         advice.append("drop the outputs before loss.backward() (`loss = model(...).loss`, or `del outputs`)")
     if of_gradients:
         parts.append(f"{format_bytes(of_gradients)} of gradients of the last step")
-        advice.append("call optimizer.zero_grad() before the forward")
+        advice.append("call optimizer.zero_grad(set_to_none=True) before the forward")
     logger.warning(
         "a forward begins beside %s, which the plan does not count: its predicted peak of %s, under a limit "
         "of %s, does not hold. To keep the limit, %s",

@@ -156,7 +156,7 @@ def _traces(
                 trace = largest_run(twin, run, lambda found: len(found.modules))
             except UntraceableError as failure:
                 # Where nothing around runs alone either, the innermost error says most.
-                alone = alone or (failure if failure.alone else None)
+                alone = alone or failure if failure.alone else None
                 if not opaque.add(failure):
                     error = alone or failure
                     raise error from error.__cause__

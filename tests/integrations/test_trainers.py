@@ -369,6 +369,40 @@ def weights_alone(folder: str) -> None:
     assert not summarize(f"{folder}/untrained/osdp").optimizer_bytes
 
 
+class Looking(Planned):
+    """Notes in each forward whether gradients of the last step are still there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[bool] = []
+
+    def training_step(self, batch: Any, index: int) -> torch.Tensor:
+        self.seen.append(any(parameter.grad is not None for parameter in self.model.parameters()))
+        return super().training_step(batch, index)
+
+
+class Dropping(Looking):
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        assert not self.seen[1:] or self.seen[-1]
+
+
+@as_under_torchrun()
+def gradients_dropped_early(folder: str) -> None:
+    for kind, kept in ((Looking, False), (Dropping, True)):
+        module = kind()
+        lightning_trainer(folder, enable_checkpointing=False).fit(module, few_sentences())
+        assert module.seen[1:] and all(seen is kept for seen in module.seen[1:])
+    module = Looking()
+    accumulating = lightning_trainer(folder, enable_checkpointing=False, accumulate_grad_batches=2)
+    accumulating.fit(module, few_sentences())
+    assert any(module.seen)
+
+
+def test_lightnings_forwards_run_without_the_gradients_of_the_last_step(tmp_path: Path) -> None:
+    """Lightning drops them behind the next forward, where no plan has memory for them."""
+    run(2, gradients_dropped_early, str(tmp_path), fresh=True)
+
+
 def test_lightning_keeps_weights_alone_where_it_is_asked_to(tmp_path: Path) -> None:
     # Optimizer states were saved all the same, and a model that was never trained could not be saved.
     run(2, weights_alone, str(tmp_path), fresh=True)

@@ -4,6 +4,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -478,6 +479,49 @@ def test_bad_input_gets_one_clear_error() -> None:
         profile_batches(nn.Linear(8, 4), [sample], desc, progress=False, device="cpu")
     with pytest.raises(ValueError, match="'float31' is not a dtype"):
         profile_batches(model, [sample], desc, param_dtype="float31", progress=False, device="cpu")
+
+
+@dataclass
+class State:
+    x: torch.Tensor
+    factor: torch.Tensor
+
+
+class HandsOn(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, state: State) -> State:
+        return State(state.x + state.factor * self.down(self.up(state.x).relu()), state.factor)
+
+
+class Chain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.blocks = nn.ModuleList(HandsOn() for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        state = State(self.first(x), x.mean())
+        for block in self.blocks:
+            state = block(state)
+        return state.x
+
+
+def test_blocks_that_hand_on_dataclasses_are_measured() -> None:
+    """Stubs handed on the recorded ones: their graph was gone in the second backward."""
+    model, x = Chain(), torch.randn(4, 8)
+    desc = describe(model, x)
+    repeats = find_repeats(desc)
+    assert repeats
+    assert profile_model(model, desc, x, device="cpu", progress=False).measured
+    reduced = reduced_model(model, SampleBatch.of(x), desc, CPU, None, None, repeats)
+    for _ in range(2):
+        reduced.model.zero_grad()
+        reduced.loss().backward()
+        gradient = reduced.model.get_submodule("first").weight.grad
+        assert gradient is not None and gradient.abs().sum() > 0
 
 
 def test_a_stub_returns_what_its_exemplar_did() -> None:

@@ -13,6 +13,7 @@ from osdp import ModelDesc, make_plan
 from osdp.model.training import Training
 from osdp.plan.plan import Plan
 from osdp.plan.sharding import Mode
+from osdp.profiler.measure import profile_model
 from tests.helpers.distributed import run
 from tests.helpers.opaque_nets import MODELS, batch_for, build
 from tests.helpers.random_plans import device, searched_plan
@@ -280,6 +281,33 @@ def test_what_fails_on_random_inputs_as_well_is_an_error() -> None:
 
     with pytest.raises(ValueError, match=r"module 'odd' reads values.*fails on random inputs.*only NaN"):
         ModelDesc.from_module(Whole(), torch.randn(2, 4))
+
+
+def test_how_long_an_opaque_module_takes_is_measured_on_the_batch_itself() -> None:
+    """On zeros no row is masked and every length is 0: it crashed, or took no time."""
+    with pytest.raises(ValueError, match=r"depends on the values of the batch.*Pass the batch itself"):
+        profile_model(build("packed"), described("packed"))
+
+
+def test_what_fails_on_random_activations_makes_the_module_opaque_that_computes_them() -> None:
+    """A scale is positive, and random numbers alone are not."""
+
+    class Sampler(nn.Module):
+        def forward(self, mean: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = torch.distributions.Normal(mean, scale).rsample()
+            return found
+
+    class Encoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mean, self.scale, self.sampler = nn.Linear(4, 2), nn.Linear(4, 2), Sampler()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = self.sampler(self.mean(x), nn.functional.softplus(self.scale(x)))
+            return found
+
+    desc = ModelDesc.from_module(nn.Sequential(Encoder(), nn.Linear(2, 4)), torch.randn(3, 4))
+    assert [module.name for module in desc.opaque] == ["0"]
 
 
 def test_a_loss_that_reads_values_is_an_error() -> None:

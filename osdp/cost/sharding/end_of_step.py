@@ -52,14 +52,7 @@ def final_row(
     """
     first = units.sharded & (units.start == 0)
     row = np.where(first, units.unsharded + units.gradient, gradients.after)
-    if problem.settings.microbatches == 1:
-        # Buckets of another dtype than parameters are stored in are cast one after the other, the first
-        # unit's last, while the copies that parameters were computed in are still there.
-        cast = ~units.sharded & ~units.sliced & ~units.in_root & (units.bucket != units.gradient_kept)
-        row += np.where(cast, units.gradient_kept - units.bucket, 0.0)
-        row += np.where(cast & (units.start == 0), units.bucket, 0.0)
     constant = problem.timeline.final - root.unsharded + root.gradient
-    constant += root.cast_gradients if problem.settings.microbatches == 1 else 0.0
     if operator == COPY_IN:
         row += np.where(units.in_root, units.reduce_input - units.unsharded, 0.0)
         return row, constant + root.reduce_input
@@ -76,6 +69,39 @@ def final_row(
     row -= np.where(joined & (units.start > operator), last, 0.0)
     outside_is_last = root.last_segment > problem.timeline.chain[operator].first
     return row, constant - (last if outside_is_last else 0.0)
+
+
+def casts(units: UnitCosts) -> Bools:
+    """Replicated units whose gradients are reduced in another dtype than they are stored in, ``(U,)``."""
+    replicated = ~units.sharded & ~units.sliced & ~units.in_root
+    return np.asarray(replicated & (units.bucket != units.gradient_kept))
+
+
+def cast_row(
+    problem: ShardingProblem, units: UnitCosts, root: RootUnitCost, gradients: Gradients, operator: int
+) -> tuple[Floats, float]:
+    """Bytes of each unit, and a constant, when a replicated unit's bucket is cast, beyond what always is.
+
+    Buckets are cast one after the other, from the last unit to the first
+    (:meth:`osdp.runtime.sharding.reducer.GradientReducer.finish`), when backward has ended and the copies
+    that parameters were computed in are still there::
+
+        buckets of units before  |  bucket and its cast  |  casts of units behind
+
+    Args:
+        problem: The step to plan.
+        units: The units.
+        root: Costs of the operators outside the chain.
+        gradients: The units' gradients.
+        operator: The first of the unit.
+    """
+    reduced = units.sharded | units.in_root
+    row = np.where(reduced, units.gradient_kept, gradients.after)
+    row -= np.where(units.in_root, units.unsharded, 0.0)
+    cast, here = casts(units), (units.start <= operator) & (operator < units.stop)
+    row += np.where(cast & (units.stop > operator), units.gradient_kept - units.bucket, 0.0)
+    row += np.where(cast & here, units.bucket, 0.0)
+    return row, problem.timeline.final - root.unsharded + root.gradient_kept
 
 
 def step_row(

@@ -40,7 +40,7 @@ class PeakMoment(NamedTuple):
     """A moment of the step and the sharded units next to it, each given by its first operator or -1.
 
     Attributes:
-        kind: One of :data:`MOMENTS`, ``final`` or ``step``.
+        kind: One of :data:`MOMENTS`, ``final``, ``cast`` or ``step``.
         where: Region for :data:`REGION_KINDS`, else operator of the chain or what stands for it.
         before: The nearest sharded unit earlier in forward order (in forward: or the running one).
         after: The nearest sharded unit later in forward order.

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from osdp.arrays import Floats, Ints
-from osdp.cost.sharding.end_of_step import COPY_IN, final_row, last_in_root, step_row
+from osdp.cost.sharding.end_of_step import COPY_IN, cast_row, casts, final_row, last_in_root, step_row
 from osdp.cost.sharding.memory import (
     MOMENTS,
     REGION_KINDS,
@@ -34,6 +34,13 @@ def step_peaks(
     for operator in (COPY_IN, last_in_root(problem, units, root)):
         row, constant = final_row(problem, units, root, plan.gradients, operator)
         found.append((float(row.sum()) + plan.base + constant, PeakMoment("final", operator)))
+    if problem.settings.microbatches == 1 and len(cast := np.flatnonzero(casts(units))):
+        # Of casts the highest moment: all behind it are done, and those before it still buckets.
+        grown = np.where(casts(units), units.gradient_kept - units.bucket, 0.0)
+        later = np.cumsum(grown[::-1])[::-1]
+        first = int(units.start[cast[np.argmax((later + units.bucket)[cast])]])
+        row, constant = cast_row(problem, units, root, plan.gradients, first)
+        found.append((float(row.sum()) + plan.base + constant, PeakMoment("cast", first)))
     # Where temporaries are a maximum over operators, it is the larger of the root's and of the chain's.
     for operator in (-1, _largest_temporary(problem, units)):
         row, constant = step_row(problem, units, root, operator)

@@ -1,6 +1,5 @@
 """Inputs of a step that do not depend on the sharding decisions, and the costs of the root unit."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -23,7 +22,7 @@ from osdp.cost.sharding.unit_costs import cost_units
 from osdp.cost.sharding.units import UnitCosts
 from osdp.hardware.device_info import DeviceInfo
 from osdp.hardware.profile import OptimizerProfile, Profile
-from osdp.model.description import DTYPE_BYTES, ModelDesc, Operator
+from osdp.model.description import ModelDesc, Operator
 from osdp.model.training import Training
 
 _NO_BACKWARD = Backward(np.zeros(0), np.zeros(0), np.zeros(0))
@@ -138,7 +137,6 @@ class RootUnitCost:
         last_gradient: Gradient of the root unit's last parameter, which is freed later.
         last_segment: First segment of that parameter's operator; -1 if there is none.
         gradient_kept: Gradients left after backward.
-        cast_gradients: By how much those of replicated operators are larger than their buckets.
         gather_seconds: The root unit's all-gather.
         reduce_seconds: The root unit's reduce-scatter.
         host_gather: Time the host takes to issue the root unit's all-gather to an accelerator; 0 on CPUs.
@@ -161,7 +159,6 @@ class RootUnitCost:
     last_gradient: float = 0.0
     last_segment: int = -1
     gradient_kept: float = 0.0
-    cast_gradients: float = 0.0
     gather_seconds: float = 0.0
     reduce_seconds: float = 0.0
     host_gather: float = 0.0
@@ -197,7 +194,6 @@ def build_problem(
     if training.param_dtype is None:
         model_desc = _all_alike(model_desc)
     timeline = build_timeline(model_desc, profile, device.ranks_per_core if profile.measured else 1)
-    timeline = replace(timeline, resident=timeline.resident + _cast_batch(model_desc, profile, training))
     operators = (*timeline.chain, *timeline.root)
     # Plain tensors save the optimizer's overhead per DTensor.
     dtypes = [p.dtype for operator in operators for p in operator.parameters if p.trainable]
@@ -237,17 +233,6 @@ def build_problem(
         plain_saving=len(dtypes) * (optimizer.per_dtensor - optimizer.per_tensor),
         matrix_temporary=temporary_bytes(operators, training, device.world_size),
     )
-
-
-def _cast_batch(model_desc: ModelDesc, profile: Profile, training: Training) -> float:
-    """Bytes of the batch in the dtype of compute, beside that which the caller holds."""
-    computed = training.param_dtype
-    cast = [
-        math.prod(spec.shape) * DTYPE_BYTES[computed]
-        for spec in model_desc.sample
-        if computed not in (None, spec.dtype) and spec.dtype.startswith(("float", "bfloat"))
-    ]
-    return sum(cast) * profile.local_batch / model_desc.local_batch
 
 
 def with_links(problem: ShardingProblem, device: DeviceInfo) -> ShardingProblem:
@@ -316,7 +301,6 @@ def cost_root(
         last_gradient=float(costs.last_gradient.sum()),
         last_segment=max((op.first for op in last), default=-1),
         gradient_kept=float(unit.gradient_kept.sum()) + replicated_sum("gradient_kept"),
-        cast_gradients=replicated_sum("gradient_kept") - replicated_sum("bucket"),
         gather_seconds=float(unit.gather_seconds.sum()) + has_unit * shard_group.gather.latency,
         reduce_seconds=float(unit.reduce_seconds.sum()) + has_unit * shard_group.reduce_latency,
         host_gather=float(unit.host_gather.sum()) + on_host * shard_group.gather.latency,

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from osdp.arrays import Bools, Floats
-from osdp.cost.sharding.end_of_step import final_row, step_row
+from osdp.cost.sharding.end_of_step import cast_row, final_row, step_row
 from osdp.cost.sharding.memory import (
     MOMENTS,
     REGION_KINDS,
@@ -49,6 +49,8 @@ def memory_row(
     gradients = lasting_gradients(units, problem)
     if moment.kind == "final":
         row, constant = final_row(problem, units, root, gradients, moment.where)
+    elif moment.kind == "cast":
+        row, constant = cast_row(problem, units, root, gradients, moment.where)
     else:
         values = MOMENTS[moment.kind](_RowView(problem, units, root, gradients, moment))
         row, constant = values[:-1], float(values[-1])

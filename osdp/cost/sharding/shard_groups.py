@@ -111,7 +111,7 @@ def shard_groups_of(device: DeviceInfo) -> tuple[ShardGroup, ...]:
         average,
         route=_flat_route(gather, reduce),
         copies=device.holds_copies,
-        messages=reduce if reduce.by_exchange and not gather.by_exchange else gather,
+        messages=_messages(device, gather, reduce),
     )
     # Each known group size gives two candidates: two-step collectives over all ranks, and HYBRID_SHARD.
     found = [flat]
@@ -151,6 +151,18 @@ def shard_groups_of(device: DeviceInfo) -> tuple[ShardGroup, ...]:
             )
         )
     return tuple(found)
+
+
+def _messages(device: DeviceInfo, gather: Link, reduce: Link) -> Link:
+    """The link for parts that each rank sends to every other."""
+    if gather.by_exchange:
+        return gather
+    if reduce.by_exchange:
+        return reduce
+    # Each part leaves its node once for every rank of the others, where a ring takes it on to the next node.
+    ranks, inside = device.world_size, device.devices_per_node
+    times = inside * (ranks - inside) / max(ranks - 1, 1)
+    return replace(gather, bandwidth=gather.bandwidth / max(times, 1.0))
 
 
 def _flat_route(gather: Link, reduce: Link) -> Route:

@@ -12,7 +12,7 @@ Start at :func:`osdp.runtime.module.plain.check_plain`.
 - ``unused``: parameters that got no gradient
 - ``plain_modules``: modules as they were before a plan, to undo it
 - ``plain_states``: whole state dicts into parameters stored as a plan has them
-- ``group_dtensor``: parameters sharded within groups, next to those sharded over all ranks
+- ``group_dtensor``: sharded parameters that compute to whole results, on whichever meshes they are
 - ``counted_dtensor``: parameters that count their changes
 - ``checkpointed_regions``: gathers inside regions that a user checkpoints selectively
 """

@@ -27,6 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._pytree import tree_map_only
 
+from osdp.runtime.ranks.control import Control
 from osdp.torch_private.compiling import not_compiled
 from osdp.torch_private.optimizers import treat_in_lists
 
@@ -48,8 +49,12 @@ _READS = frozenset(
         "__index__",
         "__complex__",
         "__format__",
+        "__array__",
+        "numpy",
     )
 )
+#: What changes no values: what is a part before is one after it.
+_MOVES = frozenset(("to", "cpu", "cuda", "float", "double", "detach", "stack", "cat"))
 #: Methods whose names look like those of in-place operations, which change no values.
 _NOT_IN_PLACE = frozenset(("__init__", "__int__", "__index__", "__invert__", "__iter__", "requires_grad_"))
 
@@ -106,12 +111,12 @@ class GroupDTensor(DTensor):
             if name in _AS_THEY_ARE:
                 return _as_group(func(*args, **kwargs))
             if name in _READS:
-                return func(_as_plain(_whole(args[0])), *args[1:], **kwargs)
+                return func(_read(args[0]), *args[1:], **kwargs)
             if name == _UNSCALES:
                 return _each_mesh(func, (sorted(args[0], key=_is_whole), *args[1:]), kwargs)
-            meshes = list(dict.fromkeys(tensor.device_mesh for tensor in operands(args, kwargs)))
+            meshes, parts = _layout(args, kwargs)
             if len(meshes) == 1:
-                return _results(func(*args, **kwargs))
+                return _results(func(*args, **kwargs), name, parts)
             if any(part in name for part in _ON_LISTS):
                 return _each_mesh(func, args, kwargs)
             written = _written(name, args, kwargs)
@@ -121,7 +126,7 @@ class GroupDTensor(DTensor):
                 _settle(written)
                 mesh = written.device_mesh
             args, kwargs = _onto(mesh, (tuple(args), dict(kwargs)))
-            return _results(func(*args, **kwargs))
+            return _results(func(*args, **kwargs), name, parts)
 
     @staticmethod
     def __tensor_unflatten__(*args: Any) -> Any:
@@ -142,7 +147,9 @@ class GroupDTensor(DTensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A copy on the same mesh."""
         if id(self) not in memo:
-            memo[id(self)] = _as_group(copy.deepcopy(self._plain(), memo))
+            memo[id(self)] = copied = _as_group(copy.deepcopy(self._plain(), memo))
+            if self.grad is not None:
+                copied.grad = copy.deepcopy(self.grad, memo)
         return memo[id(self)]
 
     def _plain(self) -> DTensor:
@@ -161,23 +168,63 @@ def compute_as_whole(tensor: torch.Tensor | None) -> None:
 
 def _as_group(value: Any) -> Any:
     """A DTensor, or those in a list, as such; sizes, which are tuples too, stay what they are."""
-    if type(value) in (list, tuple):
-        return type(value)(map(_as_group, value))
+    if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
+        return _remade(value, _as_group)
     if type(value) is DTensor:
         value.__class__ = GroupDTensor
     return value
 
 
-def _results(found: Any) -> Any:
-    """What a function returned: one result is whole, of a list each may be a part."""
-    return _as_group(found if type(found) in (list, tuple) else _whole(found))
+def _remade(values: Any, change: Callable[[Any], Any]) -> Any:
+    """A list or tuple, named or not, of other values."""
+    changed = map(change, values)
+    return values._make(changed) if hasattr(values, "_make") else type(values)(changed)
 
 
-def _whole(value: Any) -> Any:
-    """``value``, which is summed over the ranks if it is a part on each."""
-    if not isinstance(value, DTensor) or not any(p.is_partial() for p in value.placements):
+def _layout(args: Iterable[Any], kwargs: Mapping[str, Any]) -> tuple[list[DeviceMesh], bool]:
+    """The meshes of the operands, and whether one of them is a part on each rank."""
+    tensors = list(operands(args, kwargs))
+    return list(dict.fromkeys(tensor.device_mesh for tensor in tensors)), any(map(_is_part, tensors))
+
+
+def _results(found: Any, name: str, parts: bool) -> Any:
+    """What a function returned: whole, but for lists, and for ``parts`` of lists that were moved alone.
+
+    So the norms of all gradients are joined by one all-reduce, not by one for each.
+    """
+    if type(found) in (list, tuple) or (parts and name in _MOVES):
+        return _as_group(found)
+    if isinstance(found, tuple) and not isinstance(found, torch.Size):
+        return _remade(found, lambda value: _results(value, name, parts=False))
+    return _as_group(_whole(found, name))
+
+
+def _is_part(value: DTensor) -> bool:
+    return any(placement.is_partial() for placement in value.placements)
+
+
+def _whole(value: Any, name: str) -> Any:
+    """``value``, which is summed over the ranks if it is a part on each; a collective call."""
+    if not isinstance(value, DTensor) or not _is_part(value):
         return value
+    _meet(value, name)
     return value.redistribute(placements=[Replicate() if p.is_partial() else p for p in value.placements])
+
+
+def _read(value: torch.Tensor) -> torch.Tensor:
+    """A DTensor as a plain tensor, which is whole; a collective call if it is not."""
+    if not isinstance(value, DTensor):
+        return value
+    if not _is_whole(value):
+        _meet(value, "a number")
+    return value.full_tensor()
+
+
+def _meet(value: DTensor, name: str) -> None:
+    """Wait for the other ranks, where it shows if some never come."""
+    control = Control.known(value.device_mesh)
+    if control is not None:
+        control.exchange([0], f"{name} of a sharded parameter or gradient, which all ranks have to compute")
 
 
 def operands(args: Iterable[Any], kwargs: Mapping[str, Any]) -> Iterator[DTensor]:
@@ -218,11 +265,6 @@ def _settle(written: DTensor) -> None:
         whole: Any = written.detach()
         whole = whole.redistribute(placements=[Replicate()] * written.device_mesh.ndim)
         written._local_tensor, written._spec = whole._local_tensor, whole._spec
-
-
-def _as_plain(tensor: torch.Tensor) -> torch.Tensor:
-    """A DTensor that each rank has all of as a plain tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) and _is_whole(tensor) else tensor
 
 
 def _onto(mesh: DeviceMesh, values: Any) -> Any:

@@ -8,6 +8,7 @@ memory than was planned; and until gradients have arrived once, whether there ar
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,7 +33,8 @@ from osdp.plan.shard_math import matrix_step_bytes
 from osdp.plan.sharding import MatrixStep
 from osdp.runtime.measured_steps import MeasuredSteps
 from osdp.runtime.module.replaced import Replaced
-from osdp.runtime.optimizer.local_steps import LocalSteps, with_closure
+from osdp.runtime.optimizer.closures import with_closure
+from osdp.runtime.optimizer.local_steps import LocalSteps
 from osdp.runtime.optimizer.whole_matrices import WholeMatrices
 from osdp.runtime.ranks.control import Control
 from osdp.runtime.running import RunningModel
@@ -156,10 +158,15 @@ class OptimizerCheck:
             self._in_step.add(optimizer)
             self._with_gradients[optimizer] = _with_gradients(optimizer)
 
-    def after_closure(self, optimizer: Optimizer) -> None:
-        """Free the copies that the forward of a closure has made anew, before the update."""
-        if self._is_over_mine(optimizer):
+    def closure_of(self, optimizer: Optimizer, closure: Callable[..., Any]) -> Callable[..., Any]:
+        """``closure``, after which the copies that its forward has made anew are freed, for the update."""
+
+        def compute_and_free(*args: Any, **kwargs: Any) -> Any:
+            loss = closure(*args, **kwargs)
             self._running.free_copies()
+            return loss
+
+        return compute_and_free if self._is_over_mine(optimizer) else closure
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Gather what ``optimizer`` has updated in shards, so that each rank can evaluate by itself."""
@@ -318,17 +325,6 @@ def _has_dtensors(optimizer: Optimizer) -> bool:
     return any(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"])
 
 
-def _followed_by(
-    closure: Callable[[], Any], then: Callable[[Optimizer], None], optimizer: Optimizer
-) -> Callable[[], Any]:
-    def with_end() -> Any:
-        loss = closure()
-        then(optimizer)
-        return loss
-
-    return with_end
-
-
 def _hook_up(check: OptimizerCheck) -> tuple[RemovableHandle, RemovableHandle]:
     """Call ``check`` before and after every optimizer step for as long as it exists; returns the handles.
 
@@ -346,13 +342,12 @@ def _hook_up(check: OptimizerCheck) -> tuple[RemovableHandle, RemovableHandle]:
     uncompiled: Any = torch.compiler.disable(check_step)
 
     def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        uncompiled(optimizer, torch.compiler.is_compiling())
-        return with_closure(args, kwargs, lambda closure: _followed_by(closure, after_closure, optimizer))
-
-    def after_closure(optimizer: Optimizer) -> None:
+        compiles = torch.compiler.is_compiling()
+        uncompiled(optimizer, compiles)
         living = reference()
-        if living is not None:
-            living.after_closure(optimizer)
+        if living is None or compiles:
+            return None
+        return with_closure(args, kwargs, partial(living.closure_of, optimizer))
 
     def after_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         living = reference()

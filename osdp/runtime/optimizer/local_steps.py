@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from osdp.runtime.module.group_dtensor import compute_as_whole
+from osdp.runtime.optimizer.closures import with_closure
 from osdp.torch_private.dtensor import wrap_like
 from osdp.torch_private.local_step import (
     InnermostHooks,
@@ -29,24 +30,6 @@ from osdp.torch_private.local_step import (
 def step_elementwise(optimizer: Optimizer) -> bool:
     """Make one step of an elementwise optimizer, without its hooks; returns whether it was made."""
     return step_local_tensors(optimizer, as_state)
-
-
-def with_closure(
-    args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[Callable[[], Any]], Callable[[], Any]]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Arguments of a step with another closure; ``None`` if it is given none.
-
-    Args:
-        args: The optimizer, then what ``step`` was given.
-        kwargs: By name.
-        change: Makes the other closure from the one that was given.
-    """
-    # As it was passed: hooks after the step find it.
-    if kwargs.get("closure") is not None:
-        return args, {**kwargs, "closure": change(kwargs["closure"])}
-    if len(args) > 1 and args[1] is not None:
-        return (args[0], change(args[1]), *args[2:]), kwargs
-    return None
 
 
 class LocalSteps:
@@ -81,11 +64,11 @@ class LocalSteps:
         self._is_in_step = True
         return changed
 
-    def _with_step(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
+    def _with_step(self, optimizer: Optimizer, closure: Callable[..., Any]) -> Callable[..., Any]:
         """``closure``, which computes the gradients, and the step after it, once."""
 
-        def compute_and_step() -> Any:
-            loss = closure()
+        def compute_and_step(*args: Any, **kwargs: Any) -> Any:
+            loss = closure(*args, **kwargs)
             if self._is_in_step:
                 self._is_in_step = False
                 self._step(optimizer)

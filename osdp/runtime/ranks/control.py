@@ -87,6 +87,11 @@ class Control:
             made = _MADE[group] = cls(own, blocks=backend == "gloo")
         return made
 
+    @classmethod
+    def known(cls, mesh: DeviceMesh) -> "Control | None":
+        """The control of the ranks of ``mesh``, if it was created."""
+        return _MADE.get(mesh.get_group()) if mesh.ndim == 1 else None
+
     # Exchanges
 
     def exchange(self, numbers: Sequence[int], what: str) -> list[list[int]]:

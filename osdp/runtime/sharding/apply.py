@@ -124,7 +124,11 @@ def apply_sharding(
     if plan.is_whole:
         watch_batches(model, plan)
         watch_uncounted(
-            model, plan, lambda: [p.stored for p in applied.parameters], lambda: applied.is_new_step
+            model,
+            plan,
+            device_of(mesh),
+            lambda: [p.stored for p in applied.parameters],
+            lambda: applied.is_new_step and not applied.awaits_backward,
         )
     plain.note_changes()
     applied.plain_modules = plain

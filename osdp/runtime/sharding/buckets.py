@@ -32,6 +32,7 @@ from torch.distributed.tensor import DTensor
 from osdp.comm.averaging import Reduction
 from osdp.comm.bucket_layouts import BucketLayout, InOrder, RowsByRank
 from osdp.comm.part_exchange import PartExchange
+from osdp.runtime.module.group_dtensor import compute_as_whole
 from osdp.runtime.sharding.gradients import AllReduceHook
 from osdp.runtime.sharding.replicated import ParameterSteppedInShards, ReplicatedParameter
 from osdp.torch_private.distributed import storage_uses
@@ -348,6 +349,7 @@ def _hand_over(parameter: ReplicatedParameter, grad: torch.Tensor | None, into: 
         return
     if parameter.path.is_held:
         given = wrap_like(grad, stored) if grad is not None and isinstance(stored, DTensor) else grad
+        compute_as_whole(given)
         if stored.grad is not None:
             # Autograd accumulated one directly on the stored parameter (a weight penalty, say), the same on
             # all ranks.

@@ -19,10 +19,20 @@ from osdp.cost.sharding.timeline import LOOSE_BYTES, RANDOM_STATE, build_timelin
 from osdp.cost.sharding.units import UnitCosts
 from osdp.hardware.device_info import COLLECTIVES, DeviceInfo, Link
 from osdp.hardware.profile import OptimizerProfile, PassProfile, Profile, SegmentProfile
-from osdp.model.description import Affine, ModelDesc, Operator, Parameter, Segment, Work
+from osdp.model.description import (
+    Affine,
+    ModelDesc,
+    Operator,
+    Parameter,
+    Segment,
+    SliceSpec,
+    TensorSpec,
+    Work,
+)
 from osdp.model.training import Training
 from osdp.plan.search_options import SearchOptions
 from osdp.plan.sharding import Route
+from osdp.profiler.roofline import estimate
 from osdp.search.sharding.root_unit import root_choices
 from tests.helpers.problems import random_device, random_model, random_problem
 from tests.search.sharding.test_solve import RULES, VARIANTS, random_path, space_of, units_of
@@ -277,6 +287,72 @@ def test_copies_that_change_the_dtype_are_made_one_after_the_other() -> None:
     units = cost_spans(problem, [(0, 2, FULL_SHARD)])
     # The input; the gradients and the larger copy.
     assert units.reduce_peak.tolist() == [(4 + 16 + max(2 + 8 + 8, 8 + 10)) * MIB]
+
+
+def test_gradients_reduced_in_another_dtype_than_that_of_storage_are_cast_beside_it() -> None:
+    """Parameters of 4 and 16 MiB in float32, computed and reduced in bfloat16: 2 and 8.
+
+    The casts were not counted: a step of replicated parameters took a quarter more than its limit.
+    """
+    model_desc, profile = stack(4, 16)
+    links = tuple(Link(name, "world", 2, 0.0, 1e9) for name in COLLECTIVES)
+    device = DeviceInfo(memory_limit=2**40, devices_per_node=2, links=links)
+    training = Training(optimizer="SGD", param_dtype="bfloat16")
+    problem = build_problem(model_desc, profile, device, training)
+    sharded = cost_spans(problem, [(0, 2, FULL_SHARD)])
+    # The input; the last gradient, the shard in bfloat16 and in float32.
+    assert sharded.reduce_peak.tolist() == [(2 + 8 + max(2 + 8, 8 + 5 + 10)) * MIB]
+    replicated = cost_spans(problem, [(0, 1, NO_SHARD), (1, 2, NO_SHARD)])
+    root = cost_root(problem, (), (), has_unit=False)
+    (cast,) = (peak for peak, moment in step_peaks(problem, replicated, root) if moment.kind == "cast")
+    # Parameters and their copies; the second unit's bucket and cast, the first one's bucket.
+    assert cast == LOOSE_BYTES + (4 + 16 + 2 + 8 + 8 + 16 + 2) * MIB
+
+
+def test_units_whose_input_needs_no_gradient_are_whole_until_backward_ends() -> None:
+    """Two tables of 2 and 8 MiB: FSDP2 reduces both when everything else is done."""
+    model_desc, profile = stack(2, 8)
+    tables = tuple(
+        replace(
+            operator,
+            parameters=(replace(weight, shape=(weight.numel // 1024, 1024)),),
+            cut=SliceSpec("output", 0, weight.name, 0, False),
+        )
+        for operator in model_desc.operators
+        for weight in operator.parameters
+    )
+    model_desc = replace(model_desc, operators=tables)
+    profile = replace(profile, model=model_desc.fingerprint)
+    links = tuple(Link(name, "world", 2, 0.0, 1e9) for name in COLLECTIVES)
+    device = DeviceInfo(memory_limit=2**40, devices_per_node=2, links=links)
+    problem = build_problem(model_desc, profile, device, Training(optimizer="SGD"))
+    units = cost_spans(problem, [(0, 1, FULL_SHARD), (1, 2, FULL_SHARD)])
+    root = cost_root(problem, (), (), has_unit=False)
+    final = max(peak for peak, moment in step_peaks(problem, units, root) if moment.kind == "final")
+    assert final == LOOSE_BYTES + (1 + 4 + 2 * (2 + 8)) * MIB
+
+
+def test_a_loop_over_parameters_holds_the_temporaries_of_the_one_before() -> None:
+    """Of another operator, too: of eight equal ones without biases half were forgotten."""
+    model_desc, profile = stack(8, 8, 2)
+    training = Training(optimizer="RMSprop", foreach=False)
+    device = DeviceInfo(memory_limit=2**40)
+    problem = build_problem(model_desc, profile, device, training)
+    both = training.step_temporary_bytes([8 * MIB, 8 * MIB], "cpu")
+    assert both > training.step_temporary_bytes([8 * MIB], "cpu")
+    assert problem.costs.temporary_whole.max() == both
+
+
+def test_a_batch_in_another_dtype_is_there_twice() -> None:
+    model_desc, _ = stack(2)
+    sample = (TensorSpec((4, MIB), "float32"), TensorSpec((4,), "int64"))
+    model_desc = replace(model_desc, sample=sample, local_batch=4)
+    device = DeviceInfo(memory_limit=2**40, flops=1e9, memory_bandwidth=1e9)
+
+    def resident(**options: str) -> int:
+        return estimate(model_desc, device, Training(local_batch=2, **options)).resident_bytes
+
+    assert resident(param_dtype="bfloat16") - resident() == 2 * 2 * MIB
 
 
 def test_of_unknown_drops_a_recomputed_block_holds_all_that_it_is_given() -> None:

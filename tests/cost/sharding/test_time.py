@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from osdp.cost.sharding.problem import RootUnitCost, StepSettings, build_problem, cost_root
+from osdp.cost.sharding.shard_groups import shard_groups_of
 from osdp.cost.sharding.simulate import simulate_units
 from osdp.cost.sharding.strategies import (
     FULL_SHARD,
@@ -18,6 +19,7 @@ from osdp.cost.sharding.strategies import (
 from osdp.cost.sharding.time import compute_after, compute_until, unit_seconds
 from osdp.cost.sharding.unit_costs import cost_units
 from osdp.cost.sharding.units import UnitCosts
+from osdp.hardware.device_info import COLLECTIVES, DeviceInfo, Link
 from osdp.model.training import Training
 from tests.helpers.problems import random_device, random_model, random_problem
 
@@ -156,9 +158,19 @@ def test_what_was_stepped_in_shards_is_sent_at_once() -> None:
         return float(found.step_seconds.sum())
 
     assert step_seconds(list(range(count))) == pytest.approx(step_seconds([0]))
-    link = problem.costs.shard_group.gather
+    link = problem.costs.shard_group.messages
     one = problem.costs.shard_group.exchange_seconds(np.array([2.0**20]), np.array([1.0]), 2.0**22)
     assert one.tolist() == pytest.approx([(2**20 + 2**16) / link.bandwidth + link.latency / 4])
+
+
+@pytest.mark.parametrize(("nodes", "ranks", "times"), [(1, 8, 1), (2, 8, 8 * 8 / 15), (4, 1, 1)])
+def test_parts_cross_a_network_once_for_each_rank_behind_it(nodes: int, ranks: int, times: float) -> None:
+    """They were priced as a ring, which crosses it once: less than a quarter of what two nodes of 8 send."""
+    links = tuple(Link(name, "world", nodes * ranks, 1e-4, 1e10) for name in COLLECTIVES)
+    device = DeviceInfo(memory_limit=2**30, kind="cuda", nodes=nodes, devices_per_node=ranks, links=links)
+    flat = shard_groups_of(device)[0]
+    assert flat.messages is not None
+    assert flat.messages.bandwidth == pytest.approx(1e10 / times)
 
 
 def test_what_a_pass_takes_outside_the_units() -> None:

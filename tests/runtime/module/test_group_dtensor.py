@@ -1,9 +1,10 @@
-"""Parameters sharded within groups compute together with those on the mesh of all ranks."""
+"""Sharded parameters compute as whole ones do, together with those on other meshes."""
 
 import io
 from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from osdp.runtime.module import group_dtensor
 from osdp.runtime.module.group_dtensor import GroupDTensor, compute_as_whole
 from tests.helpers.distributed import run
 
@@ -128,7 +130,23 @@ def numbers_read() -> None:
         assert tensor.isnan().any(), "of another rank's shard"
 
 
+def clipped_at_once() -> None:
+    """The norms of all gradients are joined by one all-reduce: read one by one they took one each."""
+    tensors = [tensor for tensor in parameters() if tensor.device_mesh.ndim == 1]
+    with mock.patch.object(group_dtensor, "_meet") as joined:
+        clip(tensors * 3)
+    assert joined.call_count <= 1
+    tensor = tensors[0]
+    largest = tensor.detach().abs().max(dim=-1).values
+    assert largest.sum().item() == pytest.approx(
+        tensor.detach().full_tensor().abs().max(dim=-1).values.sum().item()
+    )
+    assert tensor[:1, :1].sum().item() == float(tensor.detach().full_tensor()[0, 0])
+    assert deepcopy(tensor).grad is not None
+
+
 def on_four_ranks() -> None:
+    clipped_at_once()
     numbers_read()
     alike(clip)
     alike(lambda tensors: clip(tensors, norm_type=float("inf")))

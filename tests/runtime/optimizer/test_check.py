@@ -131,6 +131,35 @@ class Lamb(torch.optim.Optimizer):
                 p.add_(update * (p.norm() / update.norm()), alpha=-group["lr"])
 
 
+def steps_by_a_closure() -> None:
+    """The copies that a closure's forward computes in are freed before the update, as a plan counts."""
+    for name in ("NO_SHARD", "mixed"):
+        net = make().float()
+        modes = PLANS[name]
+        model = OSDP(net, plan=plan_by_hand(net, modes, dist.get_world_size(), param_dtype="bfloat16"))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        held: list[nn.Parameter] = []
+        sizes: list[list[int]] = []
+
+        def closure(model: OSDP = model, optimizer: Any = optimizer, held: list[Any] = held) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = model(batch_of(0, dist.get_rank()))
+            held[:] = [p for p in model.module.parameters() if p.dtype is torch.bfloat16]
+            loss.backward()
+            return loss.detach()
+
+        def at_update(*_: Any, held: list[Any] = held, sizes: list[Any] = sizes) -> None:
+            sizes.append([p.untyped_storage().size() for p in held if not isinstance(p, DTensor)])
+
+        optimizer.register_step_post_hook(at_update)
+        optimizer.step(closure)
+        assert sizes[0] and not any(sizes[0]), (name, sizes)
+
+
+def test_copies_are_freed_before_the_update_of_a_step_with_a_closure() -> None:
+    run(2, steps_by_a_closure)
+
+
 def all_optimizers() -> dict[str, Optimizers]:
     """Each class that can be planned for, with each of its implementations; and others than torch's."""
     found: dict[str, Optimizers] = {}

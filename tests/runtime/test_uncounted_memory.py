@@ -1,0 +1,67 @@
+"""What a loop holds beside a plan that fills its limit is told, once."""
+
+import logging
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from osdp import OSDP
+from osdp.plan.sharding import Mode
+from osdp.runtime import uncounted_memory
+from tests.helpers.distributed import run
+from tests.helpers.plans import plan_by_hand
+
+
+class Told(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+def steps(mode: Mode, *, holds_outputs: bool, drops_late: bool, room: int = 0) -> list[str]:
+    """What is told in three steps of a loop."""
+    net = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 6))
+    plan = plan_by_hand(net, mode, 2)
+    model = OSDP(net, plan=replace(plan, memory_limit=plan.predicted.peak_bytes + room))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    told = Told()
+    logger = logging.getLogger(uncounted_memory.__name__)
+    logger.addHandler(told)
+    try:
+        for _ in range(3):
+            if not drops_late:
+                optimizer.zero_grad()
+            output = model(torch.ones(16, 4))
+            loss = output.square().mean()
+            if not holds_outputs:
+                del output
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    finally:
+        logger.removeHandler(told)
+    return told.messages
+
+
+def on_two_ranks() -> None:
+    rank = torch.distributed.get_rank()
+    for mode in (Mode.NO_SHARD, Mode.FULL_SHARD):
+        assert not steps(mode, holds_outputs=False, drops_late=False)
+        messages = steps(mode, holds_outputs=True, drops_late=False)
+        assert len(messages) == (rank == 0)
+        assert not messages or "384 B of outputs of the last forward" in messages[0]
+        messages = steps(mode, holds_outputs=False, drops_late=True)
+        assert len(messages) == (rank == 0)
+        of_all = 4 * (4 * 8 + 8 + 8 * 6 + 6)
+        mine = of_all if mode is Mode.NO_SHARD else of_all // 2
+        assert not messages or f"{mine} B of gradients of the last step" in messages[0]
+        # There is room for both.
+        assert not steps(mode, holds_outputs=True, drops_late=True, room=2**20)
+
+
+def test_what_no_plan_counts_is_told_where_it_does_not_fit() -> None:
+    run(2, on_two_ranks)
