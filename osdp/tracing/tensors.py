@@ -72,7 +72,8 @@ def _flatten_fields(instance: Any, around: frozenset[int]) -> tuple[list[Any], C
     fields = _fields(instance)
     values, build = _flatten(fields, around | {id(instance)})
     # What builds others holds none of its tensors.
-    kind, rest = type(instance), {name: vars(instance)[name] for name in _others(instance, fields)}
+    kind, attributes = type(instance), getattr(instance, "__dict__", {})
+    rest = {name: value for name, value in attributes.items() if name not in fields}
     return values, lambda others: _made(kind, {**rest, **build(others)})
 
 
@@ -84,11 +85,6 @@ def _is_open(leaf: Any) -> bool:
 def _fields(instance: Any) -> dict[str, Any]:
     names = (field.name for field in dataclasses.fields(instance))
     return {name: getattr(instance, name) for name in names if hasattr(instance, name)}
-
-
-def _others(instance: Any, fields: dict[str, Any]) -> list[str]:
-    """Names of attributes that are no fields."""
-    return [name for name in getattr(instance, "__dict__", ()) if name not in fields]
 
 
 def _made(kind: type, values: dict[str, Any]) -> Any:

@@ -34,11 +34,12 @@ def step_peaks(
     for operator in (COPY_IN, last_in_root(problem, units, root)):
         row, constant = final_row(problem, units, root, plan.gradients, operator)
         found.append((float(row.sum()) + plan.base + constant, PeakMoment("final", operator)))
-    if problem.settings.microbatches == 1 and len(cast := np.flatnonzero(casts(units))):
-        # Of casts the highest moment: all behind it are done, and those before it still buckets.
-        grown = np.where(casts(units), units.gradient_kept - units.bucket, 0.0)
+    cast = casts(units)
+    if problem.settings.microbatches == 1 and cast.any():
+        # The highest of all casts: those behind it are done, and those before it still buckets.
+        grown = np.where(cast, units.gradient_kept - units.bucket, 0.0)
         later = np.cumsum(grown[::-1])[::-1]
-        first = int(units.start[cast[np.argmax((later + units.bucket)[cast])]])
+        first = int(units.start[np.argmax(np.where(cast, later + units.bucket, -np.inf))])
         row, constant = cast_row(problem, units, root, plan.gradients, first)
         found.append((float(row.sum()) + plan.base + constant, PeakMoment("cast", first)))
     # Where temporaries are a maximum over operators, it is the larger of the root's and of the chain's.

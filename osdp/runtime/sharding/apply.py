@@ -122,18 +122,23 @@ def apply_sharding(
     give_interface(model, applied)
     accept_plain_states(model)  # last: the hooks before it must first register the stored parameters
     if plan.is_whole:
-        watch_batches(model, plan)
-        watch_uncounted(
-            model,
-            plan,
-            device_of(mesh),
-            lambda: [p.stored for p in applied.parameters],
-            lambda: applied.is_new_step and not applied.awaits_backward,
-        )
+        _watch(model, plan, device_of(mesh), applied)
     plain.note_changes()
     applied.plain_modules = plain
     applied.own_group = group if group is not mesh.get_group() else own_group
     return applied
+
+
+def _watch(model: nn.Module, plan: Plan, device: torch.device, applied: ShardedModel) -> None:
+    """Warn of batches, and of what a loop holds, that the plan has no memory for."""
+    watch_batches(model, plan)
+    watch_uncounted(
+        model,
+        plan,
+        device,
+        lambda: [parameter.stored for parameter in applied.parameters],
+        lambda: applied.is_new_step and not applied.awaits_backward,
+    )
 
 
 def _where_values_are(control: Control | None, model: nn.Module, *, given: bool) -> tuple[bool, bool]:
