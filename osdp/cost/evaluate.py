@@ -281,6 +281,7 @@ def describe_moment(problem: ShardingProblem, moment: PeakMoment) -> str:
         "backward_unshard": "unshard in backward",
         "prefetch": "prefetch in backward",
         "reduce": "gradient reduction",
+        "cast": "gradient cast",
     }
     place = "of" if inside else "before" if operator < len(chain) else "after"
     return f"{verb.get(moment.kind, moment.kind)} {place} {name}"

@@ -29,6 +29,8 @@ def test_the_prediction_is_within_five_percent_and_never_exceeded(case: str) -> 
 
 
 BFLOAT16 = replace(BASE, param_dtype="bfloat16", reduce_dtype="float32")
+#: Few activations, and an optimizer without temporaries.
+FEW = Training(optimizer="SGD", param_dtype="bfloat16", local_batch=2, microbatches=2)
 
 
 @pytest.mark.parametrize(
@@ -42,6 +44,8 @@ BFLOAT16 = replace(BASE, param_dtype="bfloat16", reduce_dtype="float32")
         pytest.param("bert", "FULL_SHARD", BFLOAT16, id="cast"),
         # Residuals that are freed in bfloat16 alone were counted as kept.
         pytest.param("llama", "FULL_SHARD", BFLOAT16, id="residuals"),
+        # Buckets that accumulate in bfloat16 are cast in the end; 32 % were missing.
+        pytest.param("mlp", "NO_SHARD", FEW, id="cast-in-the-end"),
     ],
 )
 def test_what_is_not_alive_together_is_not_counted_together(

@@ -294,7 +294,7 @@ def test_what_fails_on_random_activations_makes_the_module_opaque_that_computes_
 
     class Sampler(nn.Module):
         def forward(self, mean: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-            found: torch.Tensor = torch.distributions.Normal(mean, scale).rsample()
+            found: torch.Tensor = torch.distributions.Normal(mean, scale, validate_args=True).rsample()
             return found
 
     class Encoder(nn.Module):

@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from osdp.plan.schedule import AHEAD, Schedule
 from osdp.plan.schedules import Action, ActionKind
 
+_LEAVES_GRADIENTS = (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT)
+
 
 @dataclass(frozen=True, slots=True)
 class StageMemory:
@@ -34,6 +36,8 @@ class StageMemory:
         first_backward: Peak of the first backward beyond ``base``, including its gradients.
         backward: Peak of a later backward beyond ``base`` and ``gradients``.
         step: Peak of the optimizer step, including ``base`` and gradients.
+        cast: Peak beyond ``base`` and ``gradients`` when the last backward has ended and gradients are cast
+            to the dtype that parameters are stored in.
         received: Inputs that come from other ranks.
         sent: Gradients that come back from other stages.
         returned: Gradients that go back to other ranks.
@@ -50,6 +54,7 @@ class StageMemory:
     first_backward: float
     backward: float
     step: float
+    cast: float = 0.0
     received: float = 0.0
     sent: float = 0.0
     returned: float = 0.0
@@ -91,10 +96,14 @@ def rank_peak(
     # later ones.
     walk = _Walk(schedule, stages, resident + sum(stages[s].base for s in mine))
     order = [action for action in schedule.orders[rank] if action.stage in mine]
+    last = {action.stage: action for action in order if action.kind in _LEAVES_GRADIENTS}
     peaks = [RankPeak(step, None)]
     for at, action in enumerate(order):
         posted = walk.posted(order[at + 1 : at + 1 + AHEAD])
-        peaks.append(RankPeak(posted + walk.run(action), action))
+        peak = walk.run(action)
+        if action == last.get(action.stage):
+            peak = max(peak, walk.held + stages[action.stage].cast)
+        peaks.append(RankPeak(posted + peak, action))
     return max(peaks, key=lambda peak: peak.nbytes)
 
 
@@ -104,7 +113,7 @@ class _Walk:
     def __init__(self, schedule: Schedule, stages: Sequence[StageMemory], held: float) -> None:
         self._schedule = schedule
         self._stages = stages
-        self._held = held
+        self.held = held
         self._forwards: Counter[int] = Counter()
         self._returned: Counter[int] = Counter()
         #: Stages whose gradients exist.
@@ -124,24 +133,24 @@ class _Walk:
         waiting = self._waiting()
         match action.kind:
             case ActionKind.FORWARD:
-                peak = self._held + stage.received + stage.forward
-                self._held += stage.received + stage.kept
+                peak = self.held + stage.received + stage.forward
+                self.held += stage.received + stage.kept
                 self._forwards[action.stage] += 1
             case ActionKind.BACKWARD:
                 # Its own activations are held already, and part of what it needs.
-                peak = self._held + stage.sent + self._needed(action.stage) - stage.kept
-                self._held -= stage.received + stage.kept
+                peak = self.held + stage.sent + self._needed(action.stage) - stage.kept
+                self.held -= stage.received + stage.kept
                 self._leave_gradients(action.stage)
                 self._returned[action.stage] += 1
             case ActionKind.BACKWARD_INPUT:
                 # Where no gradient goes back, the second part does all the work, from the gradients that
                 # came.
-                peak = self._held + stage.sent + (stage.input_pass if stage.splits else 0.0)
-                self._held += stage.waiting
+                peak = self.held + stage.sent + (stage.input_pass if stage.splits else 0.0)
+                self.held += stage.waiting
                 self._returned[action.stage] += 1
             case ActionKind.BACKWARD_WEIGHT:
-                peak = self._held + self._needed_for_weights(action.stage)
-                self._held -= stage.received + stage.kept + stage.waiting
+                peak = self.held + self._needed_for_weights(action.stage)
+                self.held -= stage.received + stage.kept + stage.waiting
                 self._leave_gradients(action.stage)
         return peak + waiting
 
@@ -161,7 +170,7 @@ class _Walk:
     def _leave_gradients(self, stage: int) -> None:
         if stage not in self._begun:
             self._begun.add(stage)
-            self._held += self._stages[stage].gradients
+            self.held += self._stages[stage].gradients
 
     def _waiting(self) -> float:
         """Gradients being sent: the last one, and all that the previous stage may not have received yet.

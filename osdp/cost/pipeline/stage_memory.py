@@ -158,6 +158,7 @@ def stage_memory(
         first_backward=first["backward"] - first["always"] + messages.recreated,
         backward=later["backward"] - later["always"] + messages.recreated,
         step=first["step"],
+        cast=max(later["cast"] - later["always"], 0.0),
         received=messages.received,
         sent=messages.sent,
         returned=messages.returned,
@@ -185,10 +186,10 @@ def _split_replicated(found: ShardingSolution) -> ShardingSolution:
 def _peaks(problem: ShardingProblem, found: ShardingSolution) -> dict[str, float]:
     """Peak bytes by pass and, as ``always``, the bytes that are alive throughout forward and backward."""
     units, root = solution_costs(problem, found)
-    peaks = {"forward": 0.0, "backward": 0.0, "step": 0.0}
+    peaks = {"forward": 0.0, "backward": 0.0, "step": 0.0, "cast": 0.0}
     for nbytes, moment in simulate_step(problem, units, root).moments:
         # All other kinds of moments are in backward.
-        phase = "forward" if moment.kind in _FORWARD else "step" if moment.kind == "step" else "backward"
+        phase = "forward" if moment.kind in _FORWARD else moment.kind if moment.kind in peaks else "backward"
         peaks[phase] = max(peaks[phase], nbytes)
     own = always(units, problem, lasting_gradients(units, problem))
     return peaks | {"always": root_always(problem, root) + float(own.sum())}

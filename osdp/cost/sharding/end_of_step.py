@@ -83,10 +83,12 @@ def cast_row(
     """Bytes of each unit, and a constant, when a replicated unit's bucket is cast, beyond what always is.
 
     Buckets are cast one after the other, from the last unit to the first
-    (:meth:`osdp.runtime.sharding.reducer.GradientReducer.finish`), when backward has ended and the copies
-    that parameters were computed in are still there::
+    (:meth:`osdp.runtime.sharding.reducer.GradientReducer.finish`), when the last backward has ended and the
+    copies that parameters were computed in are still there::
 
         buckets of units before  |  bucket and its cast  |  casts of units behind
+
+    A cast is added to the gradients of earlier microbatches, if those are reduced already.
 
     Args:
         problem: The step to plan.
@@ -95,13 +97,18 @@ def cast_row(
         gradients: The units' gradients.
         operator: The first of the unit.
     """
-    reduced = units.sharded | units.in_root
-    row = np.where(reduced, units.gradient_kept, gradients.after)
-    row -= np.where(units.in_root, units.unsharded, 0.0)
     cast, here = casts(units), (units.start <= operator) & (operator < units.stop)
-    row += np.where(cast & (units.stop > operator), units.gradient_kept - units.bucket, 0.0)
-    row += np.where(cast & here, units.bucket, 0.0)
-    return row, problem.timeline.final - root.unsharded + root.gradient_kept
+    ended = units.sharded | units.in_root | (cast & (units.stop > operator))
+    row = np.where(ended, units.gradient_kept - gradients.always, gradients.after)
+    row -= np.where(units.in_root, units.unsharded, 0.0)
+    row += np.where(cast & here, cast_beside(problem, units), 0.0)
+    return row, problem.timeline.final - root.unsharded + root.gradient_kept - root.carried
+
+
+def cast_beside(problem: ShardingProblem, units: UnitCosts) -> Floats:
+    """Bytes of each unit while its bucket is cast, beyond the gradients that it leaves, shape ``(U,)``."""
+    sums = problem.settings.microbatches > 1 and problem.settings.reduce_each
+    return units.bucket + (units.gradient_kept if sums else 0.0)
 
 
 def step_row(

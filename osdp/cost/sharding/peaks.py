@@ -7,7 +7,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from osdp.arrays import Floats, Ints
-from osdp.cost.sharding.end_of_step import COPY_IN, cast_row, casts, final_row, last_in_root, step_row
+from osdp.cost.sharding.end_of_step import (
+    COPY_IN,
+    cast_beside,
+    cast_row,
+    casts,
+    final_row,
+    last_in_root,
+    step_row,
+)
 from osdp.cost.sharding.memory import (
     MOMENTS,
     REGION_KINDS,
@@ -35,11 +43,12 @@ def step_peaks(
         row, constant = final_row(problem, units, root, plan.gradients, operator)
         found.append((float(row.sum()) + plan.base + constant, PeakMoment("final", operator)))
     cast = casts(units)
-    if problem.settings.microbatches == 1 and cast.any():
+    if cast.any():
         # The highest of all casts: those behind it are done, and those before it still buckets.
-        grown = np.where(cast, units.gradient_kept - units.bucket, 0.0)
+        gradients = plan.gradients
+        grown = np.where(cast, units.gradient_kept - gradients.always - gradients.after, 0.0)
         later = np.cumsum(grown[::-1])[::-1]
-        first = int(units.start[np.argmax(np.where(cast, later + units.bucket, -np.inf))])
+        first = int(units.start[np.argmax(np.where(cast, later + cast_beside(problem, units), -np.inf))])
         row, constant = cast_row(problem, units, root, plan.gradients, first)
         found.append((float(row.sum()) + plan.base + constant, PeakMoment("cast", first)))
     # Where temporaries are a maximum over operators, it is the larger of the root's and of the chain's.

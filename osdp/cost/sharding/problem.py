@@ -319,8 +319,9 @@ def _carried(settings: StepSettings, sharded: UnitCosts, replicated: Sequence[Un
     """Gradients of operators outside the chain that earlier microbatches left."""
     if settings.microbatches == 1:
         return 0.0
-    kept = sharded.gradient_kept if settings.reduce_each else sharded.accumulated
-    return float(kept.sum() + sum(units.bucket.sum() for units in replicated))
+    if settings.reduce_each:
+        return float(sum(units.gradient_kept.sum() for units in (sharded, *replicated)))
+    return float(sharded.accumulated.sum() + sum(units.bucket.sum() for units in replicated))
 
 
 def _gradient_arrivals(

@@ -1,5 +1,7 @@
 """Peaks of pipeline ranks against walks written down by hand, and against what gloo ranks really hold."""
 
+from dataclasses import replace
+
 import pytest
 
 from osdp.cost.pipeline.memory import StageMemory, rank_peak
@@ -16,7 +18,7 @@ STAGE = StageMemory(
 def test_the_last_rank_of_1f1b_holds_one_microbatch():
     # A later backward: states, gradients, what came in, its activations; the next one's buffer is posted for,
     # and the gradient before may still be on its way. No gradient comes to the last stage.
-    last = StageMemory(**{name: getattr(STAGE, name) for name in STAGE.__slots__} | {"sent": 0})
+    last = replace(STAGE, sent=0)
     found = rank_peak(make_schedule("1f1b", 2, 4), 1, [STAGE, last], resident=7)
     assert found.nbytes == 7 + 100 + 10 + 1 + 29 + 1 + 1
     assert (
@@ -38,7 +40,7 @@ def test_a_split_backward_keeps_its_activations_until_its_second_part():
 
 
 def test_where_nothing_goes_back_the_second_part_is_the_whole_backward():
-    first = StageMemory(**{name: getattr(STAGE, name) for name in STAGE.__slots__} | {"splits": False})
+    first = replace(STAGE, splits=False)
     ours = rank_peak(make_schedule("zb-h1", 2, 4), 0, [first, STAGE], resident=0)
     assert ours.nbytes <= rank_peak(make_schedule("zb-h1", 2, 4), 0, [STAGE, STAGE], resident=0).nbytes
 
@@ -48,6 +50,15 @@ def test_the_optimizer_step_counts_the_states_of_all_stages_of_a_rank():
     found = rank_peak(make_schedule("interleaved", 2, 4), 0, [large] * 4, resident=0)
     assert found.action is None
     assert found.nbytes == 1000 + 110
+
+
+def test_gradients_are_cast_when_a_stage_has_no_more_activations():
+    """They were cast beside the activations of all microbatches in flight."""
+    plain = replace(STAGE, cast=0)
+    casts = replace(STAGE, cast=150)
+    found = rank_peak(make_schedule("gpipe", 2, 4), 0, [casts, plain], resident=7)
+    assert found.action == Action(ActionKind.BACKWARD, 0, 3)
+    assert found.nbytes == 7 + 100 + 10 + 150
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

@@ -309,6 +309,21 @@ def test_gradients_reduced_in_another_dtype_than_that_of_storage_are_cast_beside
     assert cast == LOOSE_BYTES + (4 + 16 + 2 + 8 + 8 + 16 + 2) * MIB
 
 
+@pytest.mark.parametrize(("reduce_each", "sums"), [(False, 0), (True, 4 + 16)])
+def test_sums_over_microbatches_are_cast_once_or_added_to_what_is_there(reduce_each: bool, sums: int) -> None:
+    """Casts were counted with one microbatch alone."""
+    model_desc, profile = stack(4, 16)
+    links = tuple(Link(name, "world", 2, 0.0, 1e9) for name in COLLECTIVES)
+    device = DeviceInfo(memory_limit=2**40, devices_per_node=2, links=links)
+    training = Training(optimizer="SGD", param_dtype="bfloat16", microbatches=2)
+    problem = build_problem(model_desc, profile, device, training, reduce_each=reduce_each)
+    units = cost_spans(problem, [(0, 1, NO_SHARD), (1, 2, NO_SHARD)])
+    root = cost_root(problem, (), (), has_unit=False)
+    (cast,) = (peak for peak, moment in step_peaks(problem, units, root) if moment.kind == "cast")
+    # As with one microbatch; what is summed already stands beside it.
+    assert cast == LOOSE_BYTES + (4 + 16 + 2 + 8 + 8 + 16 + 2 + sums) * MIB
+
+
 def test_units_whose_input_needs_no_gradient_are_whole_until_backward_ends() -> None:
     """Two tables of 2 and 8 MiB: FSDP2 reduces both when everything else is done."""
     model_desc, profile = stack(2, 8)
