@@ -18,15 +18,17 @@ would not.
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from statistics import fmean, median
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from osdp.comm.objects import broadcast_object
+from osdp.comm.objects import broadcast_object, gather_objects
 from osdp.hardware.profile import UNSTABLE, PassProfile, SegmentProfile
 from osdp.model.description import ModelDesc
 from osdp.nn.random_states import preserve_python_states
@@ -37,7 +39,7 @@ from osdp.profiler.links.timing import relative_spread
 from osdp.profiler.progress import Progress, progress_bar
 from osdp.profiler.reduced_model import ReducedModel, reduced_model
 from osdp.profiler.repeats import Repeat, find_repeats
-from osdp.profiler.stopwatch import Clock, Seconds, Stopwatch, time_both
+from osdp.profiler.stopwatch import SWEPT_BYTES, Clock, Seconds, Stopwatch, time_both
 from osdp.tracing.loss import LossFn
 from osdp.tracing.memory_ledger import TraceMoment
 from osdp.tracing.module_walk import Interval
@@ -50,10 +52,7 @@ _WARMUP = 2
 _MOST_TIMES = 3
 
 #: Increased with every change of what is measured, so that older cache files are not read.
-_METHOD = 9
-
-#: Bytes swept through before a timed pass: what the largest shared caches of one core or GPU hold.
-_SWEPT_BYTES = 2**26
+_METHOD = 10
 
 
 def profile_batches(
@@ -64,6 +63,7 @@ def profile_batches(
     device: torch.device | str | None = None,
     loss_fn: LossFn | None = None,
     param_dtype: str | None = None,
+    group: dist.ProcessGroup | None = None,
     repeats: int = 5,
     progress: bool = True,
 ) -> list[tuple[SegmentProfile, ...]]:
@@ -81,6 +81,8 @@ def profile_batches(
         loss_fn: As for the description.
         param_dtype: Dtype that parameters and floating-point inputs are cast to, as FSDP2's
             ``MixedPrecisionPolicy(param_dtype)`` does.
+        group: Ranks that measure at once. All get what the slowest has measured, times as much as the slowest
+            rank of each run took: that one changes, and a step waits for it.
         repeats: Number of runs of each kind; the results are medians over them. While plain runs differ too
             much there are up to three times as many.
         progress: Whether to show a progress bar.
@@ -111,15 +113,15 @@ def profile_batches(
             others = [first.with_batch(sample.to(target, dtype)) for sample in samples[1:]]
             times = _measure_seconds([first, *others], target, repeats, bar)
             found = []
-            for sample, reduced, (seconds, spread) in zip(samples, [first, *others], times, strict=True):
+            for sample, reduced, runs in zip(samples, [first, *others], times, strict=True):
                 if others:
                     reduced.record_stubs()
                 memory = measure_footprint(reduced, partial(build, sample), target)
-                found.append(_average_by_signature(model_desc, seconds, memory, spread))
+                found.append(_average_by_signature(model_desc, runs.seconds(), memory, runs.spread))
                 bar.update()
     finally:
         bar.close()
-    return found
+    return found if group is None else _of_the_slowest(found, [runs.totals for runs in times], group)
 
 
 def cached_batches(
@@ -130,35 +132,45 @@ def cached_batches(
     cache: MeasurementCache,
     device: torch.device | str | None = None,
     param_dtype: str | None = None,
-    group: dist.ProcessGroup | None = None,
     **options: Any,
 ) -> list[tuple[SegmentProfile, ...]]:
-    """As :func:`profile_batches`, but measured once for a description, batch shapes, dtype and hardware.
-
-    The ranks of ``group`` measure at once and get what the slowest of them has measured: steps wait for it.
-    """
+    """As :func:`profile_batches`, but measured once for a description, batch shapes, dtype and hardware."""
     target = torch.device(device) if device is not None else default_device()
     samples = [SampleBatch.of(batch) for batch in batches]
 
     def measure() -> list[tuple[SegmentProfile, ...]]:
-        found = profile_batches(model, samples, model_desc, device=target, param_dtype=param_dtype, **options)
-        return found if group is None else broadcast_object(found, group, _slowest_rank(found, group, target))
+        return profile_batches(model, samples, model_desc, device=target, param_dtype=param_dtype, **options)
 
     facts = [[_METHOD, model_desc, sample.specs, hardware(target), param_dtype] for sample in samples]
     return cache.get_or_measure_all("segments", tuple[SegmentProfile, ...], facts, measure)
 
 
-def _slowest_rank(
-    measured: Sequence[tuple[SegmentProfile, ...]], group: dist.ProcessGroup, device: torch.device
-) -> int:
-    """Rank in ``group`` whose segments took longest."""
-    passes = (each for segments in measured for s in segments for each in (s.forward, s.backward))
-    seconds = torch.tensor(sum(each.seconds for each in passes), dtype=torch.float64, device=device)
-    most = seconds.clone()
-    dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
-    rank = torch.where(seconds == most, group.rank(), group.size())
-    dist.all_reduce(rank, op=dist.ReduceOp.MIN, group=group)
-    return int(rank)
+def _of_the_slowest(
+    measured: Sequence[tuple[SegmentProfile, ...]], totals: list[list[float]], group: dist.ProcessGroup
+) -> list[tuple[SegmentProfile, ...]]:
+    """For each batch, the segments of the rank of ``group`` with the longest runs, as steps wait for them.
+
+    Args:
+        measured: The segments of this rank, for each batch.
+        totals: Seconds of its whole runs, for each batch.
+        group: The ranks.
+    """
+    everyone = gather_objects(totals, group)
+    rank = int(np.argmax([sum(map(median, own)) for own in everyone]))
+    found = []
+    for index, segments in enumerate(broadcast_object(measured, group, rank)):
+        # Ranks repeat their runs until they settle: only the first have partners.
+        together = list(zip(*(own[index] for own in everyone), strict=False))
+        waits = median(map(max, together)) / median(own[rank] for own in together)
+        found.append(tuple(_times_as_long(segment, waits) for segment in segments))
+    return found
+
+
+def _times_as_long(segment: SegmentProfile, factor: float) -> SegmentProfile:
+    forward, backward = (
+        replace(each, seconds=factor * each.seconds) for each in (segment.forward, segment.backward)
+    )
+    return replace(segment, forward=forward, backward=backward)
 
 
 def default_device() -> torch.device:
@@ -172,13 +184,10 @@ def default_device() -> torch.device:
 
 def _measure_seconds(
     models: Sequence[ReducedModel], target: torch.device, repeats: int, bar: Progress
-) -> list[tuple[dict[TraceMoment, Seconds], float]]:
-    """For each model, seconds of each pass of each segment that ran, and how far whole runs differ.
-
-    ``TraceMoment.interval`` is a segment's index here. The models share their weights.
-    """
+) -> list["_Runs"]:
+    """Runs of each model, in turns. The models share their weights."""
     clock = Clock(target)
-    swept = torch.ones(_SWEPT_BYTES // 4, device=target)
+    swept = torch.ones(SWEPT_BYTES // 4, device=target)
     runs = [_Runs(model, clock, lambda: swept.mul_(1.0)) for model in models]
     for turn in range(_WARMUP + _MOST_TIMES * repeats):
         if turn >= _WARMUP + repeats and all(each.spread <= UNSTABLE for each in runs):
@@ -188,7 +197,7 @@ def _measure_seconds(
                 each.model.record_stubs()
             each.run(counts=turn >= _WARMUP)
             bar.update()
-    return [(each.seconds(), each.spread) for each in runs]
+    return runs
 
 
 class _Runs:
@@ -206,10 +215,15 @@ class _Runs:
         self._intervals: list[Interval] = []
 
     @property
-    def spread(self) -> float:
-        """Spread of the device's seconds of forward and backward together."""
+    def totals(self) -> list[float]:
+        """The device's seconds of forward and backward together, of each plain run."""
         runs = zip(*self._plain.values(), strict=True)
-        return relative_spread([forward.device + backward.device for forward, backward in runs])
+        return [forward.device + backward.device for forward, backward in runs]
+
+    @property
+    def spread(self) -> float:
+        """How far these differ."""
+        return relative_spread(self.totals)
 
     def run(self, *, counts: bool) -> None:
         """One of each; a warm-up unless it ``counts``."""
@@ -230,7 +244,10 @@ class _Runs:
             self._pieces[moment] = count
 
     def seconds(self) -> dict[TraceMoment, Seconds]:
-        """Medians by pass and index of the segment; see the module for what is taken off them."""
+        """Medians by pass and index of the segment that ran, which stands in ``TraceMoment.interval``.
+
+        See the module for what is taken off them.
+        """
         places = self.model.segments(self._intervals)
         result: dict[TraceMoment, Seconds] = defaultdict(lambda: Seconds(0.0, 0.0))
         kernels = self._kernel_seconds() if self._clock.issues else None

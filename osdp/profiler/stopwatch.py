@@ -11,6 +11,9 @@ from osdp.torch_private.cuda import idle_kernel
 from osdp.tracing.memory_ledger import TraceMoment
 from osdp.tracing.module_walk import Interval
 
+#: Bytes swept through before a timed pass: what the largest shared caches of one core or GPU hold.
+SWEPT_BYTES = 2**26
+
 
 def compute_clock() -> Callable[[], float]:
     """The clock of a CPU that computes.

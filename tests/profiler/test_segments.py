@@ -575,6 +575,30 @@ def _profiled_beside_a_slow_rank() -> tuple[Profile, float]:
     return profile, sum(segment.forward.seconds for segment in profile.segments)
 
 
+class BusyInTurn(nn.Module):
+    """Computes for long in one of three runs, each rank in another one."""
+
+    calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        # Every other run is one with a clock at each segment.
+        return Busy(0.05 if self.calls // 2 % 3 == dist.get_rank() else 0.0)(x)
+
+
+def _profiled_beside_ranks_that_are_slow_in_turn() -> float:
+    torch.set_num_threads(1)
+    model, x = nn.Sequential(nn.Linear(4, 4), BusyInTurn(), nn.ReLU()), torch.ones(2, 4)
+    profile = profile_model(model, describe(model, x), mesh=init_device_mesh("cpu", (2,)), progress=False)
+    return sum(segment.forward.seconds + segment.backward.seconds for segment in profile.segments)
+
+
+def test_a_step_takes_as_long_as_the_slowest_rank_of_that_step() -> None:
+    """Two of three steps wait for one rank or the other, each of which is fast in two of three."""
+    seconds = run(2, _profiled_beside_ranks_that_are_slow_in_turn)
+    assert min(seconds) > 0.04
+
+
 def test_a_profile_is_that_of_the_slowest_rank() -> None:
     # That of the first rank was taken, whose steps wait for the other one.
     (first, seconds), (second, _) = run(2, _profiled_beside_a_slow_rank)

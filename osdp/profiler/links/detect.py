@@ -69,7 +69,7 @@ _FEWEST_SIZES = 3
 _FEWEST_STEPS = 2
 
 #: Increased with every change of what is measured, so that older cache files are not read.
-_METHOD = 4
+_METHOD = 5
 
 #: The one link that all ranks have fitted alike.
 _EVERYWHERE = ("world", "all_reduce")
@@ -300,11 +300,13 @@ class _Group:
         mesh: A mesh with one axis.
         routes: Routes of their collectives; units take the fastest.
         grid: Groups among them, for routes in two steps.
+        on_one_machine: Whether their messages stay inside one.
     """
 
     mesh: DeviceMesh
     routes: tuple[Route, ...] = (Route.FLAT,)
     grid: Grid | None = None
+    on_one_machine: bool = True
 
 
 #: Steps of a group's units, by their route and bytes.
@@ -342,12 +344,12 @@ def _groups(world: DeviceMesh, group_sizes: Sequence[int], one_machine: bool) ->
         (Route.FLAT,) if alone else (Route.FLAT, route) for route in (Route.EXCHANGE, Route.EXCHANGE_ALL)
     )
     in_steps = (Route.TWO_STEP,) if alone else (Route.TWO_STEP, Route.TWO_STEP_EXCHANGE)
-    found = {"world": _Group(world, flat if one_machine else between)}
+    found = {"world": _Group(world, flat if one_machine else between, on_one_machine=one_machine)}
     for size in group_sizes:
         rows = meshes.grouped(size)
         found[f"inside {size}"] = _Group(rows["shard"], flat)
-        found[f"across {size}"] = _Group(rows["replicate"])
-        found[f"two_step {size}"] = _Group(world, in_steps, meshes.grid(size))
+        found[f"across {size}"] = _Group(rows["replicate"], on_one_machine=one_machine)
+        found[f"two_step {size}"] = _Group(world, in_steps, meshes.grid(size), one_machine)
     return found
 
 
@@ -400,7 +402,9 @@ def _affordable_counts(
 
     def warm(size: int, count: int = UNITS) -> float:
         nonlocal left
-        probe = Probe(size, ranks.mesh, device, route, ranks.grid, count, clock)
+        probe = Probe(
+            size, ranks.mesh, device, route, ranks.grid, count, clock, drains=not ranks.on_one_machine
+        )
         # What is made once weighs little in a long step.
         for _ in range(_FEWEST_STEPS):
             start = time.perf_counter()

@@ -272,6 +272,9 @@ def _probed() -> tuple[list[int], UnitTimes, list[float]]:
     )
     probe = Probe(2**20, mesh, cpu)
     times = UnitTimes.of([probe.step() for _ in range(5)], trimmed_mean)
+    # As between machines.
+    drained = Probe(2**20, mesh, cpu, drains=True).step()
+    assert min(drained.all_reduce, drained.again) > 0
     beside = OverlapProbe(dist.group.WORLD, cpu, repeats=2)
     overlaps = [beside.overlap(), beside.mixed_overlap(), beside.compute_overlap()]
     return [one.nbytes for one in counts], times, overlaps
