@@ -55,9 +55,9 @@ ENOUGH, DIFFERENT = 6, 0.03
 LOSS_TOLERANCE = 1e-3
 #: About how long the slowest plan is timed: other programs come and go in bursts of half a second.
 SECONDS, MOST_ROUNDS = 6.0, 40
-#: Steps in a turn: a training takes its steps one after the other, and the first of a turn finds its weights
-#: driven out of the caches by those of other plans (opt on two ranks: 7 % longer).
-REPEATS = 4
+#: Steps in a turn, and untimed ones before: a training takes its steps one after the other, and the first of
+#: a turn finds its weights driven out of the caches by those of other plans (opt on two ranks: 7 % longer).
+REPEATS, SETTLING = 4, 1
 #: Parts of the steps, after each of which everything is measured again.
 THIRDS = 3
 TIMEOUT = 600
@@ -116,7 +116,7 @@ def compare(rank: int, world_size: int, *, case: str, local_batch: int, rounds: 
             plans[f"searched {fraction}"] = plan
     steps = {name: setting.candidate(device, plan).prepare(mesh) for name, plan in plans.items()}
     # Losses are compared after few steps, as those of small batches drift apart.
-    turns = take_turns(steps, rounds=1, warmup=3, repeats=REPEATS)
+    turns = take_turns(steps, rounds=1, warmup=3, repeats=REPEATS, settling=SETTLING)
     slowest = torch.tensor(max(median(seconds) for seconds in turns.seconds.values()))
     dist.all_reduce(slowest, dist.ReduceOp.MAX)  # as many rounds on every rank
     rounds = max(rounds, min(int(SECONDS / REPEATS / float(slowest)), MOST_ROUNDS))
@@ -124,7 +124,8 @@ def compare(rank: int, world_size: int, *, case: str, local_batch: int, rounds: 
     seconds: dict[str, list[float]] = {name: [] for name in plans}
     doubts = list(device.doubts)
     for _ in range(THIRDS):
-        part = take_turns(steps, rounds=-(-rounds // THIRDS), warmup=0, repeats=REPEATS)
+        each = -(-rounds // THIRDS)
+        part = take_turns(steps, rounds=each, warmup=0, repeats=REPEATS, settling=SETTLING)
         profile = make_setting_together(CASES[case], setting.training, mesh).profile
         now = DeviceInfo.detect("1TiB", cache_dir=None)
         doubts += now.doubts

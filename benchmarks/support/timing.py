@@ -56,6 +56,7 @@ def alternate(
     rounds: int,
     warmup: int,
     repeats: int = 1,
+    settling: int = 0,
     synchronize: Callable[[], None] = lambda: None,
 ) -> dict[str, list[float]]:
     """Time candidates in turn, in another order in each round: A B C, C A B, ...
@@ -67,7 +68,8 @@ def alternate(
         candidates: What to time, by name.
         rounds: Timed turns of each.
         warmup: Untimed turns of each before.
-        repeats: Calls in one turn; the time of a turn is their mean.
+        repeats: Timed calls in one turn; the time of a turn is their mean.
+        settling: Untimed calls before these, which find what the others have left in caches and allocator.
         synchronize: Called before both readings of the clock (a barrier, a device synchronisation).
 
     Returns:
@@ -80,6 +82,8 @@ def alternate(
         draw.shuffle(names)
         for name in names:
             call = candidates[name]
+            for _ in range(settling):
+                call()
             synchronize()
             begin = time.perf_counter()
             for _ in range(repeats):

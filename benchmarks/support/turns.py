@@ -24,7 +24,9 @@ class Turns:
     steps: int
 
 
-def take_turns(steps: Mapping[str, TrainStep], *, rounds: int, warmup: int, repeats: int = 1) -> Turns:
+def take_turns(
+    steps: Mapping[str, TrainStep], *, rounds: int, warmup: int, repeats: int = 1, settling: int = 0
+) -> Turns:
     """Time the steps of all candidates in turn, on every rank of the live group.
 
     Args:
@@ -32,7 +34,8 @@ def take_turns(steps: Mapping[str, TrainStep], *, rounds: int, warmup: int, repe
             :meth:`benchmarks.support.candidates.Candidate.prepare`.
         rounds: Timed turns of each.
         warmup: Untimed turns of each before.
-        repeats: Steps in one turn.
+        repeats: Timed steps in one turn.
+        settling: Untimed steps at the beginning of each turn.
     """
     done, losses = dict.fromkeys(steps, 0), dict.fromkeys(steps, 0.0)
 
@@ -45,8 +48,8 @@ def take_turns(steps: Mapping[str, TrainStep], *, rounds: int, warmup: int, repe
         rounds=rounds,
         warmup=warmup,
         repeats=repeats,
+        settling=settling,
         synchronize=dist.barrier,
     )
-    return Turns(
-        seconds, {name: mean_loss(loss) for name, loss in losses.items()}, (rounds + warmup) * repeats
-    )
+    count = (rounds + warmup) * (settling + repeats)
+    return Turns(seconds, {name: mean_loss(loss) for name, loss in losses.items()}, count)

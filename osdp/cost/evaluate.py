@@ -269,7 +269,7 @@ def describe_moment(problem: ShardingProblem, moment: PeakMoment) -> str:
     chain = problem.timeline.chain
     if moment.kind == "step":
         return "optimizer step"
-    if moment.kind == "final" or not chain:
+    if moment.kind == "final" or not chain or moment.where < 0:
         return "end of backward"
     if moment.kind == "root_prefetch":
         return "beginning of backward"

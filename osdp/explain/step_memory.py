@@ -67,8 +67,9 @@ def _ends(problem: ShardingProblem, solution: ShardingSolution) -> list[MemoryMo
     units, root = cost_spans(problem, solution.units), solution_root(problem, solution)
     highest: dict[str, float] = {}
     for nbytes, moment in step_peaks(problem, units, root):
-        if moment.kind in ("final", "step"):
-            highest[moment.kind] = max(nbytes, highest.get(moment.kind, 0.0))
+        if moment.kind in ("final", "cast", "step"):
+            kind = "step" if moment.kind == "step" else "final"
+            highest[kind] = max(nbytes, highest.get(kind, 0.0))
     states = solution.outcome.state + problem.timeline.resident
     kept = float(units.gradient_kept.sum()) + root.gradient_kept
     left = problem.timeline.final

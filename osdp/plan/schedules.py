@@ -31,6 +31,11 @@ class ActionKind(StrEnum):
     BACKWARD_WEIGHT = "W"
 
     @property
+    def leaves_gradients(self) -> bool:
+        """Whether the gradients of weights are there after it."""
+        return self in (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT)
+
+    @property
     def gives_gradient(self) -> bool:
         """Whether it computes the input gradient that the previous stage's backward waits for."""
         return self in (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT)

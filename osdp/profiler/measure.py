@@ -45,8 +45,9 @@ def profile_model(
         training: Local batch, optimizer and dtypes; by default the described batch and AdamW.
         device: Where; by default the current CUDA device, else the CPU.
         mesh: The ranks that train together, along its last axis: they measure at once, and the segments of
-            the slowest count. The optimizer's DTensors are sharded over it, as they are when a plan runs;
-            without one they are taken to cost what plain tensors cost.
+            the slowest count, as in :func:`osdp.profiler.segments.profile_batches`. The optimizer's DTensors
+            are sharded over it, as they are when a plan runs; without one they are taken to cost what plain
+            tensors cost.
         loss_fn: As for the description.
         cache: Where measurements are looked up and kept; nowhere if ``None``. All of its ranks call this.
         progress: Whether to show a progress bar.

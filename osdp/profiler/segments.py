@@ -81,8 +81,8 @@ def profile_batches(
         loss_fn: As for the description.
         param_dtype: Dtype that parameters and floating-point inputs are cast to, as FSDP2's
             ``MixedPrecisionPolicy(param_dtype)`` does.
-        group: Ranks that measure at once. All get what the slowest has measured, times as much as the slowest
-            rank of each run took: that one changes, and a step waits for it.
+        group: Ranks that measure at once. All get the profile of the slowest rank, lengthened by the factor
+            by which the slowest rank of each run exceeds it: a step waits for that.
         repeats: Number of runs of each kind; the results are medians over them. While plain runs differ too
             much there are up to three times as many.
         progress: Whether to show a progress bar.
@@ -121,7 +121,9 @@ def profile_batches(
                 bar.update()
     finally:
         bar.close()
-    return found if group is None else _of_the_slowest(found, [runs.totals for runs in times], group)
+    if group is None:
+        return found
+    return _of_the_slowest(found, [runs.varying for runs in times], group, on_host=target.type != "cpu")
 
 
 def cached_batches(
@@ -132,45 +134,59 @@ def cached_batches(
     cache: MeasurementCache,
     device: torch.device | str | None = None,
     param_dtype: str | None = None,
+    group: dist.ProcessGroup | None = None,
     **options: Any,
 ) -> list[tuple[SegmentProfile, ...]]:
-    """As :func:`profile_batches`, but measured once for a description, batch shapes, dtype and hardware."""
+    """As :func:`profile_batches`, but measured once for a description, batch shapes, dtype and hardware.
+
+    The number of ranks in ``group`` counts, too.
+    """
     target = torch.device(device) if device is not None else default_device()
     samples = [SampleBatch.of(batch) for batch in batches]
 
     def measure() -> list[tuple[SegmentProfile, ...]]:
-        return profile_batches(model, samples, model_desc, device=target, param_dtype=param_dtype, **options)
+        return profile_batches(
+            model, samples, model_desc, device=target, param_dtype=param_dtype, group=group, **options
+        )
 
-    facts = [[_METHOD, model_desc, sample.specs, hardware(target), param_dtype] for sample in samples]
+    ranks = 1 if group is None else group.size()
+    facts = [[_METHOD, model_desc, sample.specs, hardware(target), ranks, param_dtype] for sample in samples]
     return cache.get_or_measure_all("segments", tuple[SegmentProfile, ...], facts, measure)
 
 
 def _of_the_slowest(
-    measured: Sequence[tuple[SegmentProfile, ...]], totals: list[list[float]], group: dist.ProcessGroup
+    measured: Sequence[tuple[SegmentProfile, ...]],
+    varying: list[list[float]],
+    group: dist.ProcessGroup,
+    *,
+    on_host: bool,
 ) -> list[tuple[SegmentProfile, ...]]:
     """For each batch, the segments of the rank of ``group`` with the longest runs, as steps wait for them.
 
     Args:
         measured: The segments of this rank, for each batch.
-        totals: Seconds of its whole runs, for each batch.
+        varying: Seconds of its whole runs, for each batch.
         group: The ranks.
+        on_host: Whether these are the host's, which issues the work.
     """
-    everyone = gather_objects(totals, group)
+    everyone = gather_objects(varying, group)
     rank = int(np.argmax([sum(map(median, own)) for own in everyone]))
     found = []
     for index, segments in enumerate(broadcast_object(measured, group, rank)):
         # Ranks repeat their runs until they settle: only the first have partners.
         together = list(zip(*(own[index] for own in everyone), strict=False))
         waits = median(map(max, together)) / median(own[rank] for own in together)
-        found.append(tuple(_times_as_long(segment, waits) for segment in segments))
+        found.append(tuple(_times_as_long(segment, waits, on_host) for segment in segments))
     return found
 
 
-def _times_as_long(segment: SegmentProfile, factor: float) -> SegmentProfile:
-    forward, backward = (
-        replace(each, seconds=factor * each.seconds) for each in (segment.forward, segment.backward)
-    )
-    return replace(segment, forward=forward, backward=backward)
+def _times_as_long(segment: SegmentProfile, factor: float, on_host: bool) -> SegmentProfile:
+    def longer(each: PassProfile) -> PassProfile:
+        if on_host:
+            return replace(each, host_seconds=factor * each.host_seconds)
+        return replace(each, seconds=factor * each.seconds)
+
+    return replace(segment, forward=longer(segment.forward), backward=longer(segment.backward))
 
 
 def default_device() -> torch.device:
@@ -215,15 +231,20 @@ class _Runs:
         self._intervals: list[Interval] = []
 
     @property
-    def totals(self) -> list[float]:
-        """The device's seconds of forward and backward together, of each plain run."""
-        runs = zip(*self._plain.values(), strict=True)
-        return [forward.device + backward.device for forward, backward in runs]
+    def varying(self) -> list[float]:
+        """Seconds of each plain run, of the host where it issues the work: kernels take equally long."""
+        return self._totals(int(self._clock.issues))
 
     @property
     def spread(self) -> float:
-        """How far these differ."""
-        return relative_spread(self.totals)
+        """Spread of the device's seconds of forward and backward together."""
+        return relative_spread(self._totals(0))
+
+    def _totals(self, part: int) -> list[float]:
+        """Seconds of each plain run: those of the device, 0, or the host, 1."""
+        return [
+            forward[part] + backward[part] for forward, backward in zip(*self._plain.values(), strict=True)
+        ]
 
     def run(self, *, counts: bool) -> None:
         """One of each; a warm-up unless it ``counts``."""

@@ -1,6 +1,7 @@
 """What a loop holds beside a plan that fills its limit is told, once."""
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -45,6 +46,71 @@ def steps(mode: Mode, *, holds_outputs: bool, drops_late: bool, room: int = 0) -
     finally:
         logger.removeHandler(told)
     return told.messages
+
+
+def told_in(mode: Mode, habit: Callable[[OSDP, torch.Tensor], None], microbatches: int = 1) -> list[str]:
+    """What is told in a step of a ``habit`` under a plan that fills its limit."""
+    net = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 6))
+    plan = plan_by_hand(net, mode, 2)
+    training = replace(plan.training, microbatches=microbatches)
+    model = OSDP(net, plan=replace(plan, training=training, memory_limit=plan.predicted.peak_bytes))
+    told = Told()
+    logger = logging.getLogger(uncounted_memory.__name__)
+    logger.addHandler(told)
+    try:
+        habit(model, torch.ones(16, 4))
+    finally:
+        logger.removeHandler(told)
+    return told.messages
+
+
+def accumulates(model: OSDP, x: torch.Tensor) -> None:
+    for _ in range(3):
+        model(x).mean().backward()
+
+
+def accumulates_without_reducing(model: OSDP, x: torch.Tensor) -> None:
+    with model.no_sync():
+        model(x).mean().backward()
+    model(x).mean().backward()
+
+
+def siamese(model: OSDP, x: torch.Tensor) -> None:
+    first, second = model(x), model(2 * x)
+    (first - second).square().mean().backward()
+
+
+def measures_between(model: OSDP, x: torch.Tensor) -> None:
+    model(x)  # its output is dropped
+    with torch.no_grad():
+        model(x)
+    model(x).mean().backward()
+
+
+def under_autocast(model: OSDP, x: torch.Tensor) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        model(x).mean().backward()
+
+
+def habits_on_two_ranks() -> None:
+    first = torch.distributed.get_rank() == 0
+    expected = {
+        accumulates: "of gradients of earlier backwards",
+        accumulates_without_reducing: "376 B of gradients of earlier backwards",
+        siamese: "the activations of an earlier forward",
+        measures_between: None,
+        under_autocast: "copies of weights that autocast makes",
+    }
+    for mode in (Mode.NO_SHARD, Mode.FULL_SHARD):
+        for habit, text in expected.items():
+            messages = told_in(mode, habit)
+            assert len(messages) == (first and text is not None), (mode, habit, messages)
+            assert all(str(text) in message for message in messages), (mode, habit, messages)
+        assert not told_in(mode, accumulates, microbatches=3)
+
+
+def test_forwards_and_backwards_that_no_plan_expects_are_told() -> None:
+    run(2, habits_on_two_ranks)
 
 
 def on_two_ranks() -> None:

@@ -7,6 +7,8 @@ from the first backward the gradients of a stage, accumulated in place
 a microbatch            its inputs and activations, from its forward to the end of its backward
 a backward in two parts the activations and, of every module with parameters, the gradient of its output, from
                         the first part to the end of the second
+the last backward       the casts of a stage's gradients, where they are stored in another dtype; what they
+                        leave is there for the rest of the step
 messages                receive buffers of the next actions, the gradient that a backward starts from,
                         gradients whose send may not have completed
 ======================  ==================================================================================
@@ -21,8 +23,6 @@ from dataclasses import dataclass
 from osdp.plan.schedule import AHEAD, Schedule
 from osdp.plan.schedules import Action, ActionKind
 
-_LEAVES_GRADIENTS = (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT)
-
 
 @dataclass(frozen=True, slots=True)
 class StageMemory:
@@ -36,8 +36,9 @@ class StageMemory:
         first_backward: Peak of the first backward beyond ``base``, including its gradients.
         backward: Peak of a later backward beyond ``base`` and ``gradients``.
         step: Peak of the optimizer step, including ``base`` and gradients.
-        cast: Peak beyond ``base`` and ``gradients`` when the last backward has ended and gradients are cast
+        cast: Peak beyond ``base`` and ``gradients`` at the end of the last backward, when gradients are cast
             to the dtype that parameters are stored in.
+        growth: By how much the last backward leaves more, or less, than ``gradients``.
         received: Inputs that come from other ranks.
         sent: Gradients that come back from other stages.
         returned: Gradients that go back to other ranks.
@@ -55,6 +56,7 @@ class StageMemory:
     backward: float
     step: float
     cast: float = 0.0
+    growth: float = 0.0
     received: float = 0.0
     sent: float = 0.0
     returned: float = 0.0
@@ -96,14 +98,11 @@ def rank_peak(
     # later ones.
     walk = _Walk(schedule, stages, resident + sum(stages[s].base for s in mine))
     order = [action for action in schedule.orders[rank] if action.stage in mine]
-    last = {action.stage: action for action in order if action.kind in _LEAVES_GRADIENTS}
+    last = {action.stage: action for action in order if action.kind.leaves_gradients}
     peaks = [RankPeak(step, None)]
     for at, action in enumerate(order):
         posted = walk.posted(order[at + 1 : at + 1 + AHEAD])
-        peak = walk.run(action)
-        if action == last.get(action.stage):
-            peak = max(peak, walk.held + stages[action.stage].cast)
-        peaks.append(RankPeak(posted + peak, action))
+        peaks.append(RankPeak(posted + walk.run(action, is_last=last.get(action.stage) == action), action))
     return max(peaks, key=lambda peak: peak.nbytes)
 
 
@@ -113,7 +112,7 @@ class _Walk:
     def __init__(self, schedule: Schedule, stages: Sequence[StageMemory], held: float) -> None:
         self._schedule = schedule
         self._stages = stages
-        self.held = held
+        self._held = held
         self._forwards: Counter[int] = Counter()
         self._returned: Counter[int] = Counter()
         #: Stages whose gradients exist.
@@ -127,31 +126,38 @@ class _Walk:
             if a.kind is not ActionKind.BACKWARD_WEIGHT
         )
 
-    def run(self, action: Action) -> float:
-        """Peak bytes of ``action``, without the buffers of later ones; updates what is held."""
+    def run(self, action: Action, *, is_last: bool) -> float:
+        """Peak bytes of ``action``, without the buffers of later ones; updates what is held.
+
+        Args:
+            action: The next action.
+            is_last: Whether it is the last of its stage that leaves gradients.
+        """
         stage = self._stages[action.stage]
         waiting = self._waiting()
         match action.kind:
             case ActionKind.FORWARD:
-                peak = self.held + stage.received + stage.forward
-                self.held += stage.received + stage.kept
+                peak = self._held + stage.received + stage.forward
+                self._held += stage.received + stage.kept
                 self._forwards[action.stage] += 1
             case ActionKind.BACKWARD:
                 # Its own activations are held already, and part of what it needs.
-                peak = self.held + stage.sent + self._needed(action.stage) - stage.kept
-                self.held -= stage.received + stage.kept
-                self._leave_gradients(action.stage)
+                peak = self._held + stage.sent + self._needed(action.stage) - stage.kept
+                self._held -= stage.kept
+                peak = max(peak, self._leave_gradients(action.stage, is_last=is_last))
+                self._held -= stage.received
                 self._returned[action.stage] += 1
             case ActionKind.BACKWARD_INPUT:
                 # Where no gradient goes back, the second part does all the work, from the gradients that
                 # came.
-                peak = self.held + stage.sent + (stage.input_pass if stage.splits else 0.0)
-                self.held += stage.waiting
+                peak = self._held + stage.sent + (stage.input_pass if stage.splits else 0.0)
+                self._held += stage.waiting
                 self._returned[action.stage] += 1
             case ActionKind.BACKWARD_WEIGHT:
-                peak = self.held + self._needed_for_weights(action.stage)
-                self.held -= stage.received + stage.kept + stage.waiting
-                self._leave_gradients(action.stage)
+                peak = self._held + self._needed_for_weights(action.stage)
+                self._held -= stage.kept + stage.waiting
+                peak = max(peak, self._leave_gradients(action.stage, is_last=is_last))
+                self._held -= stage.received
         return peak + waiting
 
     def _needed(self, stage: int) -> float:
@@ -167,10 +173,17 @@ class _Walk:
         left = 0.0 if stage in self._begun else max(memory.gradients - memory.captured, 0.0)
         return left + memory.largest_gradient
 
-    def _leave_gradients(self, stage: int) -> None:
+    def _leave_gradients(self, stage: int, *, is_last: bool) -> float:
+        """End the backward of a microbatch; returns the peak of the casts behind the last."""
+        memory = self._stages[stage]
         if stage not in self._begun:
             self._begun.add(stage)
-            self.held += self._stages[stage].gradients
+            self._held += memory.gradients
+        if not is_last:
+            return 0.0
+        peak = self._held + memory.cast
+        self._held += memory.growth
+        return peak
 
     def _waiting(self) -> float:
         """Gradients being sent: the last one, and all that the previous stage may not have received yet.

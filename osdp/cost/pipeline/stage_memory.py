@@ -135,7 +135,8 @@ def stage_memory(
     # 1. Simulate the step with one microbatch and with two: they differ by the gradients that an earlier
     #    backward leaves. Resident bytes belong to the rank, not to the stage.
     without_resident = replace(profile, resident_bytes=0)
-    if problem.device.world_size == 1:
+    training = problem.training
+    if problem.device.world_size == 1 and training.param_dtype is None and training.reduce_dtype is None:
         found = _split_replicated(found)
     one, two = (
         replace(
@@ -159,6 +160,7 @@ def stage_memory(
         backward=later["backward"] - later["always"] + messages.recreated,
         step=first["step"],
         cast=max(later["cast"] - later["always"], 0.0),
+        growth=later["left"] - gradients,
         received=messages.received,
         sent=messages.sent,
         returned=messages.returned,
@@ -184,7 +186,7 @@ def _split_replicated(found: ShardingSolution) -> ShardingSolution:
 
 
 def _peaks(problem: ShardingProblem, found: ShardingSolution) -> dict[str, float]:
-    """Peak bytes by pass and, as ``always``, the bytes that are alive throughout forward and backward."""
+    """Peak bytes by pass; as ``always`` those alive throughout, as ``left`` the gradients of the last."""
     units, root = solution_costs(problem, found)
     peaks = {"forward": 0.0, "backward": 0.0, "step": 0.0, "cast": 0.0}
     for nbytes, moment in simulate_step(problem, units, root).moments:
@@ -192,4 +194,5 @@ def _peaks(problem: ShardingProblem, found: ShardingSolution) -> dict[str, float
         phase = "forward" if moment.kind in _FORWARD else moment.kind if moment.kind in peaks else "backward"
         peaks[phase] = max(peaks[phase], nbytes)
     own = always(units, problem, lasting_gradients(units, problem))
-    return peaks | {"always": root_always(problem, root) + float(own.sum())}
+    left = float(units.gradient_kept.sum()) + root.gradient_kept
+    return peaks | {"always": root_always(problem, root) + float(own.sum()), "left": left}

@@ -53,6 +53,11 @@ def final_row(
     first = units.sharded & (units.start == 0)
     row = np.where(first, units.unsharded + units.gradient, gradients.after)
     constant = problem.timeline.final - root.unsharded + root.gradient
+    if problem.settings.keeps_gradients:
+        others, saved = _others(problem, units)
+        row, constant = row - others, constant - saved
+        # They have been added to what was kept.
+        row -= np.where(units.in_root & units.casts_gradient, units.gradient, 0.0)
     if operator == COPY_IN:
         row += np.where(units.in_root, units.reduce_input - units.unsharded, 0.0)
         return row, constant + root.reduce_input
@@ -69,12 +74,6 @@ def final_row(
     row -= np.where(joined & (units.start > operator), last, 0.0)
     outside_is_last = root.last_segment > problem.timeline.chain[operator].first
     return row, constant - (last if outside_is_last else 0.0)
-
-
-def casts(units: UnitCosts) -> Bools:
-    """Replicated units whose gradients are reduced in another dtype than they are stored in, ``(U,)``."""
-    replicated = ~units.sharded & ~units.sliced & ~units.in_root
-    return np.asarray(replicated & (units.bucket != units.gradient_kept))
 
 
 def cast_row(
@@ -95,20 +94,29 @@ def cast_row(
         units: The units.
         root: Costs of the operators outside the chain.
         gradients: The units' gradients.
-        operator: The first of the unit.
+        operator: The first of the unit; :data:`OUTSIDE` for a bucket outside the chain, as if it came last.
     """
-    cast, here = casts(units), (units.start <= operator) & (operator < units.stop)
+    cast, here = units.casts_bucket, (units.start <= operator) & (operator < units.stop)
     ended = units.sharded | units.in_root | (cast & (units.stop > operator))
     row = np.where(ended, units.gradient_kept - gradients.always, gradients.after)
     row -= np.where(units.in_root, units.unsharded, 0.0)
-    row += np.where(cast & here, cast_beside(problem, units), 0.0)
-    return row, problem.timeline.final - root.unsharded + root.gradient_kept - root.carried
+    row += np.where(cast & here, units.beside_cast(problem.settings.adds_reduced), 0.0)
+    others, saved = _others(problem, units)
+    constant = problem.timeline.final - root.unsharded + root.gradient_kept - root.carried - saved
+    if operator == OUTSIDE:
+        constant += root.cast_beside
+    else:
+        # What is used for the first time before the unit is cast after it.
+        first = problem.timeline.chain[operator].first
+        constant -= sum(grown for place, grown in root.casts if place < first)
+    return row - others, constant
 
 
-def cast_beside(problem: ShardingProblem, units: UnitCosts) -> Floats:
-    """Bytes of each unit while its bucket is cast, beyond the gradients that it leaves, shape ``(U,)``."""
-    sums = problem.settings.microbatches > 1 and problem.settings.reduce_each
-    return units.bucket + (units.gradient_kept if sums else 0.0)
+def _others(problem: ShardingProblem, units: UnitCosts) -> tuple[Floats, float]:
+    """Activations of other microbatches, of each unit and in all: in the last backward there are none."""
+    timeline = problem.timeline
+    saving = np.where(units.recomputed, timeline.recompute.saving[units.start], 0.0)
+    return -timeline.others * saving, timeline.others * timeline.kept
 
 
 def step_row(

@@ -21,6 +21,9 @@ root_prefetch     as for prefetch       -                          -
 reduce            parameters they keep  gradients, reduce-scatter  gradients
                   and prefetch          buffers
 ================  ====================  =========================  ======================================
+
+What follows is in :mod:`osdp.cost.sharding.end_of_step`: the last reductions, casts of gradients, and the
+optimizer step.
 """
 
 from collections.abc import Callable, Mapping
@@ -79,7 +82,7 @@ def lasting_gradients(units: UnitCosts, problem: ShardingProblem) -> Gradients:
     """
     found, settings = _reduced_gradients(units, problem.settings), problem.settings
     late = units.sharded & problem.reduced_late[units.start]
-    held = units.unsharded + np.where(settings.keeps_gradients, 0.0, units.gradient)
+    held = units.unsharded + np.where(settings.keeps_gradients & ~units.casts_gradient, 0.0, units.gradient)
     return Gradients(found.always, np.where(late, held, found.after))
 
 
@@ -88,20 +91,26 @@ def _reduced_gradients(units: UnitCosts, settings: StepSettings) -> Gradients:
     # Until they are reduced, gradients of the root unit are unsharded and those of replicated units are in a
     # bucket. Slices are reduced in every backward.
     unreduced = np.where(units.in_root, units.gradient, units.bucket)
+    # The gradient is a view of what was reduced, unless it is cast, or added to an earlier one.
+    apart = np.where(units.casts_shard | settings.adds_reduced, units.all_reduced, 0.0)
     # One backward: nothing is there before it, and each gradient comes with its unit's backward.
     if settings.microbatches == 1:
         nothing = np.zeros_like(unreduced)
-        return Gradients(nothing, np.where(units.sharded, units.gradient_kept, unreduced + units.received))
+        reduced = units.gradient_kept + apart
+        return Gradients(nothing, np.where(units.sharded, reduced, unreduced + units.received))
     # Reduced in each backward: the sum so far is there throughout, as the optimizer sees it.
     if settings.reduce_each:
         # The previous microbatch's gradients become the bucket, unless they are of another dtype.
-        reused = units.sliced | (
-            ~units.in_root & ~units.steps_in_shards & (units.unsharded == 0) & ~units.casts_gradient
-        )
+        reused = units.sliced | (~units.in_root & ~units.steps_in_shards & ~units.casts_bucket)
         added = np.where(reused, 0.0, unreduced + units.received)
-        return Gradients(units.gradient_kept, np.where(units.sharded, 0.0, added))
-    # Reduced in the last backward only: until then a whole unreduced gradient is there throughout.
-    return Gradients(np.where(units.sharded | units.in_root, units.accumulated, unreduced), units.received)
+        return Gradients(units.gradient_kept, np.where(units.sharded, apart, added))
+    # Reduced in the last backward only: until then a whole unreduced gradient is there throughout. Beside it
+    # there are until backward ends those of slices, which each backward reduces, and of the root unit where
+    # they are added in another dtype.
+    whole = np.where(units.sharded | units.in_root, units.accumulated, unreduced)
+    new = np.where(units.sliced, units.gradient_kept, 0.0)
+    new += np.where(units.in_root & units.casts_gradient, units.gradient, 0.0)
+    return Gradients(whole, units.received + new)
 
 
 def always(units: UnitCosts, problem: ShardingProblem, gradients: Gradients) -> Floats:

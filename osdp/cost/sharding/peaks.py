@@ -9,9 +9,8 @@ from numpy.typing import NDArray
 from osdp.arrays import Floats, Ints
 from osdp.cost.sharding.end_of_step import (
     COPY_IN,
-    cast_beside,
+    OUTSIDE,
     cast_row,
-    casts,
     final_row,
     last_in_root,
     step_row,
@@ -42,15 +41,10 @@ def step_peaks(
     for operator in (COPY_IN, last_in_root(problem, units, root)):
         row, constant = final_row(problem, units, root, plan.gradients, operator)
         found.append((float(row.sum()) + plan.base + constant, PeakMoment("final", operator)))
-    cast = casts(units)
-    if cast.any():
-        # The highest of all casts: those behind it are done, and those before it still buckets.
-        gradients = plan.gradients
-        grown = np.where(cast, units.gradient_kept - gradients.always - gradients.after, 0.0)
-        later = np.cumsum(grown[::-1])[::-1]
-        first = int(units.start[np.argmax(np.where(cast, later + cast_beside(problem, units), -np.inf))])
-        row, constant = cast_row(problem, units, root, plan.gradients, first)
-        found.append((float(row.sum()) + plan.base + constant, PeakMoment("cast", first)))
+    highest = [_highest_cast(plan)] if units.casts_bucket.any() else []
+    for operator in (*highest, *[OUTSIDE] * bool(root.casts)):
+        row, constant = cast_row(problem, units, root, plan.gradients, operator)
+        found.append((float(row.sum()) + plan.base + constant, PeakMoment("cast", operator)))
     # Where temporaries are a maximum over operators, it is the larger of the root's and of the chain's.
     for operator in (-1, _largest_temporary(problem, units)):
         row, constant = step_row(problem, units, root, operator)
@@ -112,6 +106,17 @@ def _highest(kind: str, plan: "_Plan") -> tuple[float, PeakMoment]:
     values = MOMENTS[kind](view)
     best = int(np.argmax(values))
     return float(values[best]), view.moment(best)
+
+
+def _highest_cast(plan: "_Plan") -> int:
+    """First operator of the unit with the highest cast: those behind it are done, others still buckets."""
+    units, gradients, cast = plan.units, plan.gradients, plan.units.casts_bucket
+    grown = np.where(cast, units.gradient_kept - gradients.always - gradients.after, 0.0)
+    found = np.cumsum(grown[::-1])[::-1] + units.beside_cast(plan.problem.settings.adds_reduced)
+    firsts = np.array([operator.first for operator in plan.problem.timeline.chain])[units.start]
+    for place, nbytes in plan.root.casts:
+        found -= np.where(place < firsts, nbytes, 0.0)
+    return int(units.start[np.argmax(np.where(cast, found, -np.inf))])
 
 
 def _largest_temporary(problem: ShardingProblem, units: UnitCosts) -> int:

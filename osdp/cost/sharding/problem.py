@@ -68,6 +68,11 @@ class StepSettings:
         return self.microbatches > 1 and not self.reduce_each
 
     @property
+    def adds_reduced(self) -> bool:
+        """Whether reduced gradients are added to those of earlier microbatches."""
+        return self.microbatches > 1 and self.reduce_each
+
+    @property
     def reductions(self) -> int:
         """Number of gradient reductions per step."""
         return self.microbatches if self.reduce_each else 1
@@ -137,6 +142,9 @@ class RootUnitCost:
         last_gradient: Gradient of the root unit's last parameter, which is freed later.
         last_segment: First segment of that parameter's operator; -1 if there is none.
         gradient_kept: Gradients left after backward.
+        casts: Buckets that are cast to another dtype when they have been reduced: the first segment of each,
+            and by how much it grows.
+        cast_beside: Most bytes beside a cast.
         gather_seconds: The root unit's all-gather.
         reduce_seconds: The root unit's reduce-scatter.
         host_gather: Time the host takes to issue the root unit's all-gather to an accelerator; 0 on CPUs.
@@ -159,6 +167,8 @@ class RootUnitCost:
     last_gradient: float = 0.0
     last_segment: int = -1
     gradient_kept: float = 0.0
+    casts: tuple[tuple[int, float], ...] = ()
+    cast_beside: float = 0.0
     gather_seconds: float = 0.0
     reduce_seconds: float = 0.0
     host_gather: float = 0.0
@@ -287,6 +297,8 @@ def cost_root(
     arriving = [(operator, units) for (operator, _), (units, _) in zip(buckets, whole, strict=True)]
     arrivals = _gradient_arrivals(problem, sharded, arriving)
     temporaries = [unit_temporary, *(temporary for _, temporary in whole)]
+    casting = [(operator, units) for operator, units in arriving if units.casts_bucket.any()]
+    adds = problem.settings.adds_reduced
     on_host = has_unit and problem.settings.issues
     return RootUnitCost(
         has_unit=has_unit,
@@ -301,6 +313,11 @@ def cost_root(
         last_gradient=float(costs.last_gradient.sum()),
         last_segment=max((op.first for op in last), default=-1),
         gradient_kept=float(unit.gradient_kept.sum()) + replicated_sum("gradient_kept"),
+        casts=tuple(
+            (operator.first, float(((0.0 if adds else units.gradient_kept) - units.bucket).sum()))
+            for operator, units in casting
+        ),
+        cast_beside=max((float(units.beside_cast(adds).sum()) for _, units in casting), default=0.0),
         gather_seconds=float(unit.gather_seconds.sum()) + has_unit * shard_group.gather.latency,
         reduce_seconds=float(unit.reduce_seconds.sum()) + has_unit * shard_group.reduce_latency,
         host_gather=float(unit.host_gather.sum()) + on_host * shard_group.gather.latency,
@@ -332,14 +349,13 @@ def _gradient_arrivals(
     An operator used twice keeps its partial gradient in autograd until its second use, in addition to a
     bucket that another operator may have opened.
     """
-    again = problem.settings.microbatches > 1
+    settings = problem.settings
 
     def arriving(units: UnitCosts) -> float:
-        # The previous microbatch's gradients become the bucket, unless they are of another dtype.
-        anew = (units.unsharded > 0) | units.casts_gradient
-        if problem.settings.reduce_each:
-            anew = anew | units.steps_in_shards
-        opened = units.bucket * (not again or anew)
+        # Kept gradients are in the bucket. Reduced ones become it, unless they are of another dtype or in
+        # shards.
+        anew = units.casts_bucket | units.steps_in_shards
+        opened = units.bucket * (settings.microbatches == 1 or (settings.reduce_each & anew))
         return float((opened + units.received + units.largest_gradient).sum())
 
     whole = [(op, arriving(units)) for op, units in replicated]

@@ -79,7 +79,8 @@ def _cost_units_in(
     beside = shard_group.reduce_buffers * reduce_input
     copies = span(costs.copy_in) + _range_max(costs.cast_in, a, b)
     # What is reduced in another dtype than parameters are stored in is cast beside the input.
-    cast = np.where(bucket != span(costs.gradient_whole), span(costs.gradient_sharded), 0.0)
+    casts_shard = bucket != span(costs.gradient_whole)
+    cast = np.where(casts_shard, span(costs.gradient_sharded), 0.0)
     copying = np.maximum(span(costs.gradient) + copies, last + beside + cast)
     # 2. Time of the reduction and of the optimizer's step.
     each = np.where(sharded, device.parameter_overhead, 0.0)
@@ -111,6 +112,8 @@ def _cost_units_in(
         ),
         accumulated=bucket,
         gradient_kept=np.where(sharded, span(costs.gradient_sharded), span(costs.gradient_whole)),
+        all_reduced=kinds.own * shard_group.hybrid * reduce_input / shard_group.num_shards,
+        casts_shard=casts_shard,
         bucket=np.where(sharded, 0.0, bucket),
         # Each other rank sends its contribution to this rank's shard.
         received=np.where(kinds.by_exchange(shard_group), (1 - 1 / costs.world_size) * reduce_input, 0.0),

@@ -34,6 +34,9 @@ class UnitCosts:
         accumulated: Bytes of the unsharded gradients accumulated over several microbatches, in the dtype of
             the reduction.
         gradient_kept: Bytes of the gradients left after backward.
+        all_reduced: Bytes of the shard that was all-reduced between groups, which FSDP2 holds until backward
+            has ended (``_all_reduce_state`` of ``FSDPParamGroup``, 2.13); 0 outside HYBRID_SHARD.
+        casts_shard: Whether that is cast to become the gradient, which is then a tensor of its own.
         bucket: Bytes of the gradient bucket if replicated, else 0.
         received: Bytes that an exchange of a replicated unit's gradients receives, until backward has ended.
         num_gradients: Number of its gradients; of a unit in slices those of replicated parameters.
@@ -68,6 +71,8 @@ class UnitCosts:
     reduce_peak: Floats
     accumulated: Floats
     gradient_kept: Floats
+    all_reduced: Floats
+    casts_shard: Bools
     bucket: Floats
     received: Floats
     num_gradients: Floats
@@ -98,6 +103,20 @@ class UnitCosts:
     def sliced(self) -> Bools:
         """Units that run in slices, each slice with collectives of its own, shape ``(U,)``."""
         return np.asarray(self.mode == UnitMode.SLICED)
+
+    @property
+    def casts_bucket(self) -> Bools:
+        """Replicated units whose bucket is cast to another dtype when it has been reduced, shape ``(U,)``."""
+        replicated = ~self.sharded & ~self.sliced & ~self.in_root
+        return np.asarray(replicated & (self.bucket != self.gradient_kept))
+
+    def beside_cast(self, adds_reduced: bool) -> Floats:
+        """Bytes while its bucket is cast, beyond the gradients that it leaves, shape ``(U,)``.
+
+        Args:
+            adds_reduced: Whether the cast is added to reduced gradients of earlier microbatches.
+        """
+        return self.bucket + (self.gradient_kept if adds_reduced else 0.0)
 
     @property
     def in_root(self) -> Bools:

@@ -347,7 +347,8 @@ def _groups(world: DeviceMesh, group_sizes: Sequence[int], one_machine: bool) ->
     found = {"world": _Group(world, flat if one_machine else between, on_one_machine=one_machine)}
     for size in group_sizes:
         rows = meshes.grouped(size)
-        found[f"inside {size}"] = _Group(rows["shard"], flat)
+        stays = on_one_machine(rows["shard"].get_group())
+        found[f"inside {size}"] = _Group(rows["shard"], flat, on_one_machine=stays)
         found[f"across {size}"] = _Group(rows["replicate"], on_one_machine=one_machine)
         found[f"two_step {size}"] = _Group(world, in_steps, meshes.grid(size), one_machine)
     return found

@@ -33,9 +33,9 @@ _FEW_BYTES, _BLOCKS, _ROUNDS = 2**16, 6, 10
 #: to have 1.2 times the rate of the 16 MiB that follow in a step.
 _BURST = 2**18
 
-#: The same between all-reduces, for what comes back in a few milliseconds. Units that are gathered and
-#: reduced by themselves make such pauses in a step, too; buckets follow one another, and seemed to have 1.03
-#: times the rate of one of 12 MiB.
+#: The same between all-reduces, for what such a bucket refills while ranks compute for a few milliseconds.
+#: Units that are gathered and reduced by themselves make such pauses in a step, too; the buckets of gradients
+#: follow one another, and seemed to have 1.03 times the rate of one of 12 MiB.
 _REFILL = 2**17
 
 

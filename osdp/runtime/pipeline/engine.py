@@ -364,7 +364,8 @@ def _forward(
 
 
 def _last_backward(schedule: Schedule, rank: int, stage: int) -> Action:
-    ends = (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT)
     return next(
-        action for action in reversed(schedule.orders[rank]) if action.stage == stage and action.kind in ends
+        action
+        for action in reversed(schedule.orders[rank])
+        if action.stage == stage and action.kind.leaves_gradients
     )

@@ -132,13 +132,7 @@ def apply_sharding(
 def _watch(model: nn.Module, plan: Plan, device: torch.device, applied: ShardedModel) -> None:
     """Warn of batches, and of what a loop holds, that the plan has no memory for."""
     watch_batches(model, plan)
-    watch_uncounted(
-        model,
-        plan,
-        device,
-        lambda: [parameter.stored for parameter in applied.parameters],
-        lambda: applied.is_new_step and not applied.awaits_backward,
-    )
+    watch_uncounted(model, plan, device, applied)
 
 
 def _where_values_are(control: Control | None, model: nn.Module, *, given: bool) -> tuple[bool, bool]:

@@ -241,6 +241,11 @@ class ShardedModel:
         return self._backward.is_stepped
 
     @property
+    def keeps_gradients(self) -> bool:
+        """Whether gradients of earlier backwards wait to be reduced."""
+        return self._backward.keeps_gradients
+
+    @property
     def waiting_for(self) -> str | None:
         """What has to come before the model is between two steps; ``None`` if it is.
 

@@ -54,11 +54,19 @@ def test_the_optimizer_step_counts_the_states_of_all_stages_of_a_rank():
 
 def test_gradients_are_cast_when_a_stage_has_no_more_activations():
     """They were cast beside the activations of all microbatches in flight."""
-    plain = replace(STAGE, cast=0)
-    casts = replace(STAGE, cast=150)
-    found = rank_peak(make_schedule("gpipe", 2, 4), 0, [casts, plain], resident=7)
+    casts = replace(STAGE, cast=150, growth=12)
+    found = rank_peak(make_schedule("gpipe", 2, 4), 0, [casts, STAGE], resident=7)
     assert found.action == Action(ActionKind.BACKWARD, 0, 3)
-    assert found.nbytes == 7 + 100 + 10 + 150
+    # Its input is still there, and the gradient of the microbatch before on its way.
+    assert found.nbytes == 7 + 100 + 10 + 1 + 150 + 1
+
+
+def test_stages_that_have_cast_their_gradients_keep_what_they_have_become():
+    """While the other stages of the rank go on, and cast theirs."""
+    later, last = (replace(STAGE, cast=cast, growth=12, returned=0) for cast in (50, 1150))
+    both = rank_peak(make_schedule("interleaved", 2, 4), 0, [last, STAGE, later, STAGE], resident=0)
+    assert both.action == Action(ActionKind.BACKWARD, 0, 3)
+    assert both.nbytes == 2 * (100 + 10) + 1 + 12 + 1150
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
