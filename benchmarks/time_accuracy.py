@@ -116,7 +116,7 @@ def compare(rank: int, world_size: int, *, case: str, local_batch: int, rounds: 
             plans[f"searched {fraction}"] = plan
     steps = {name: setting.candidate(device, plan).prepare(mesh) for name, plan in plans.items()}
     # Losses are compared after few steps, as those of small batches drift apart.
-    turns = take_turns(steps, rounds=1, warmup=3, repeats=REPEATS, settling=SETTLING)
+    turns = take_turns(steps, rounds=1, warmup=3, repeats=REPEATS)
     slowest = torch.tensor(max(median(seconds) for seconds in turns.seconds.values()))
     dist.all_reduce(slowest, dist.ReduceOp.MAX)  # as many rounds on every rank
     rounds = max(rounds, min(int(SECONDS / REPEATS / float(slowest)), MOST_ROUNDS))
