@@ -22,7 +22,7 @@ from osdp.plan.plan import Plan
 _PARAMETERS = ("unsharded", "kept", "slice_forward", "low_precision")
 _GRADIENTS = (
     "gradient", "accumulated", "gradient_kept", "bucket", "largest_gradient", "reduce_peak", "carried",
-    "last_gradient", "reduce_input", "received",
+    "last_gradient", "reduce_input", "received", "all_reduced", "added_as",
 )  # fmt: skip
 
 

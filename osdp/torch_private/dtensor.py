@@ -60,3 +60,18 @@ def mesh_on_host(mesh: DeviceMesh) -> DeviceMesh:
     if mesh.device_type == "cpu":
         return mesh
     return DeviceMesh("cpu", mesh.mesh, mesh_dim_names=mesh.mesh_dim_names, _init_backend=False)
+
+
+def is_on_all_ranks(tensor: torch.Tensor) -> bool:
+    """Whether each rank of its mesh has an element of ``tensor``."""
+    if not isinstance(tensor, DTensor):
+        return tensor.numel() > 0
+    ranks: dict[int, int] = {}
+    for axis, placement in enumerate(tensor.placements):
+        dim = sharded_dim(placement)
+        if dim is not None:
+            ranks[dim] = ranks.get(dim, 1) * tensor.device_mesh.size(axis)
+    # Parts are as long as the first, but for the last ones.
+    return tensor.numel() > 0 and all(
+        (count - 1) * -(-tensor.shape[dim] // count) < tensor.shape[dim] for dim, count in ranks.items()
+    )

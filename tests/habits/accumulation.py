@@ -27,6 +27,25 @@ def under_no_sync(ctx: Context) -> None:
 
 
 @habit()
+def clipped_after_each(ctx: Context) -> None:
+    """Clips after every microbatch, and changes gradients in place, under no_sync() too."""
+    model = ctx.wrap(Net())
+    optimizer = ctx.sgd(model)
+    for step in range(2):
+        for micro in range(3):
+            x, y = ctx.batch(10 * step + micro)
+            with ctx.no_sync(model) if micro < 2 else nullcontext():
+                (ctx.loss(mse(model(x), y)) / 3).backward()
+            ctx.clip(model, 1e9)
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    ctx.weights(model)
+
+
+@habit()
 def reducing_each(ctx: Context) -> None:
     """Accumulates microbatches without no_sync(): each backward reduces."""
     model = ctx.wrap(Net())

@@ -333,7 +333,7 @@ def _made(view: View, delay: Any = 0.0, sum_delay: Any = 0.0) -> Floats:
     if view.problem.settings.keeps_gradients:
         # Gradients are added in place as they come, and freed then, unless the sum is of another dtype.
         in_place = np.where(view.region % 2, np.maximum(running - delay, 0.0), 0.0)
-        made = np.where(view.inside(units.casts_gradient), made, in_place)
+        made = np.where(view.inside(units.casts_gradient), made + view.inside(units.added_as), in_place)
     return np.asarray(made)
 
 

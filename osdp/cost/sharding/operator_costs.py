@@ -47,6 +47,7 @@ class OperatorCosts:
     num_cast: Floats  # gradients that are reduced in another dtype than autograd makes them in
     copy_in: Floats
     cast_in: Floats  # not a prefix sum: shape (K,)
+    added_as: Floats  # a gradient in the dtype of the sum it is added to; not a prefix sum: shape (K,)
     largest_gradient: Floats  # not a prefix sum: shape (K,)
     last_gradient: Floats  # not a prefix sum: shape (K,)
     world_size: int
@@ -128,6 +129,9 @@ def _cost_in(
         cast_in=np.array(
             [_cast_in(op, world_size, training) if device_kind == "cpu" else 0 for op in operators],
             dtype=float,
+        ),
+        added_as=np.array(
+            [_added_as(op, training) if device_kind == "cpu" else 0 for op in operators], dtype=float
         ),
         largest_gradient=np.array(
             [max(gradients_at_once(op, training).values(), default=0) for op in operators], dtype=float
@@ -234,6 +238,12 @@ def _copy_in(operator: Operator, world_size: int, training: Training) -> int:
 def _cast_in(operator: Operator, world_size: int, training: Training) -> int:
     """Its temporary if the dtype changes, which holds one gradient after the other."""
     return max((_padded(p, world_size, training) for p in _cast_gradients(operator, training)), default=0)
+
+
+def _added_as(operator: Operator, training: Training) -> int:
+    """The copy that torch makes, on CPUs, of a gradient that is added to a sum of another dtype."""
+    cast = _cast_gradients(operator, training)
+    return max((p.numel * DTYPE_BYTES[training.reduce_dtype or p.dtype] for p in cast), default=0)
 
 
 def _cast_gradients(operator: Operator, training: Training) -> list[Parameter]:

@@ -105,6 +105,7 @@ def _cost_units_in(
         gather_buffers=np.where(kinds.own, shard_group.gather_buffers * unsharded + span(costs.cast), 0.0),
         gradient=span(costs.gradient),
         casts_gradient=casts_gradient,
+        added_as=_range_max(costs.added_as, a, b),
         # The copy into the root unit's reduction is a moment of its own (osdp.cost.sharding.end_of_step).
         reduce_input=np.where(sharded, reduce_input + np.where(kinds.own, 0.0, copies), 0.0),
         reduce_peak=np.where(

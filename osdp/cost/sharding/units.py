@@ -26,6 +26,7 @@ class UnitCosts:
             and the cast shards that it sends.
         gradient: Bytes of the unsharded gradients as autograd makes them.
         casts_gradient: Whether a gradient is reduced in another dtype than autograd makes it in.
+        added_as: Bytes of a copy of the largest such gradient in the dtype of the sum it is added to.
         reduce_input: Bytes of the reduce-scatter's input; for operators in the root unit, what is alive in
             addition to the gradients while they are copied into it.
         reduce_peak: Most bytes alive while its gradients are reduced: gradients, the reduce-scatter's input,
@@ -67,6 +68,7 @@ class UnitCosts:
     gather_buffers: Floats
     gradient: Floats
     casts_gradient: Bools
+    added_as: Floats
     reduce_input: Floats
     reduce_peak: Floats
     accumulated: Floats

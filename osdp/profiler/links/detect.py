@@ -11,6 +11,7 @@ links whose times fit no line are measured again; and what is still in doubt is 
 notes of plans (:attr:`osdp.hardware.device_info.DeviceInfo.doubts`).
 """
 
+import os
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -262,8 +263,16 @@ def resolve_where(device: str | torch.device | None, mesh: DeviceMesh | None) ->
             device = "cuda" if torch.cuda.is_available() else "cpu"
     where = torch.device(device)
     if where.type == "cuda" and where.index is None:
-        where = torch.device("cuda", torch.cuda.current_device())
+        where = torch.device("cuda", _chosen_gpu())
     return where
+
+
+def _chosen_gpu() -> int:
+    """This process's GPU: that of ``LOCAL_RANK``, as in torch's device meshes, if nobody has chosen one."""
+    unused, rank = not torch.cuda.is_initialized(), int(os.environ.get("LOCAL_RANK", 0))
+    if unused and torch.cuda.current_device() == 0 and 0 < rank < torch.cuda.device_count():
+        torch.cuda.set_device(rank)
+    return torch.cuda.current_device()
 
 
 def resolve_shape(mesh: DeviceMesh | None, devices_per_node: int | None) -> tuple[int, int]:

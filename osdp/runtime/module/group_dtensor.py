@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_map_only
 
 from osdp.runtime.ranks.control import Control
 from osdp.torch_private.compiling import not_compiled
+from osdp.torch_private.dtensor import data_pointer
 from osdp.torch_private.optimizers import treat_in_lists
 
 #: In the names of functions on lists of tensors, element by element.
@@ -82,9 +83,33 @@ def _attribute(name: str) -> property:
     return property(get, put, delete)
 
 
+def _get_data(tensor: torch.Tensor) -> torch.Tensor:
+    found: torch.Tensor = _DATA.__get__(tensor)
+    return found
+
+
+def _put_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """``tensor.data = value``, of which torch changes what is around a DTensor, and none of its values.
+
+    Raises:
+        RuntimeError: These would have to change.
+    """
+    alike = value.shape == tensor.shape and value.dtype == tensor.dtype and value.device == tensor.device
+    if alike and data_pointer(value) != data_pointer(tensor):
+        raise RuntimeError(
+            "p.data = value leaves the values of a sharded tensor as they are: write p.data.copy_(value), or "
+            "p.copy_(value) under torch.no_grad()"
+        )
+    _DATA.__set__(tensor, value)  # as ``module.to(...)`` does
+
+
+_DATA: Any = torch.Tensor.data
+
+
 class GroupDTensor(DTensor):
     """A DTensor that computes together with DTensors on other meshes of its ranks, to whole results."""
 
+    data = property(_get_data, _put_data)
     grad = _attribute("grad")
     requires_grad = _attribute("requires_grad")
     is_leaf = _attribute("is_leaf")

@@ -48,7 +48,12 @@ def laid_out_like(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         parameter: A plain tensor or a DTensor.
         value: A tensor of the same shape: plain and the same on every rank, or a DTensor. If a DTensor has
             other placements it is gathered, so all ranks of its mesh must make the call.
+
+    Raises:
+        RuntimeError: ``value`` holds the part of another rank, which saved it.
     """
+    if isinstance(value, DTensor):
+        _refuse_another_ranks(value)  # before any operation, whose result is on the mesh of this rank
     value = value.detach()
     if isinstance(value, DTensor):
         if isinstance(parameter, DTensor) and _layout(parameter) == _layout(value):
@@ -64,6 +69,20 @@ def laid_out_like(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
             f"holds {tuple(local.shape)}; its placements {parameter.placements} are not known here"
         )
     return wrap_like(part.to(local).contiguous(), parameter)
+
+
+def _refuse_another_ranks(value: DTensor) -> None:
+    """Raise if ``value`` was made on another rank, whose part of the whole it holds."""
+    mesh, there = value.device_mesh, value.device_mesh.get_coordinate()
+    here = (mesh.mesh == dist.get_rank()).nonzero().flatten().tolist()
+    if there is None or list(there) == here or all(sharded_dim(p) is None for p in value.placements):
+        return
+    raise RuntimeError(
+        f"a tensor of shape {tuple(value.shape)} holds the part of the rank at {list(there)} of its mesh, "
+        f"and this rank is at {here}: one rank saved it and others load it, whose parts are lost. Save by "
+        "osdp.checkpoint.save or torch.distributed.checkpoint on all ranks, or on rank 0 what "
+        "torch.distributed.checkpoint.state_dict.get_model_state_dict gives with full_state_dict=True"
+    )
 
 
 def part_for(parameter: DTensor, whole: torch.Tensor) -> torch.Tensor:

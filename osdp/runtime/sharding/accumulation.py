@@ -2,9 +2,10 @@
 
 Backwards that do not synchronize keep their gradients internally: in FSDP2's units, in buckets, or in
 gradient paths. DDP keeps them in ``grad``, where ``zero_grad()`` reaches them, so that an accumulation can be
-abandoned. So small parameters with a kept gradient get a ``grad`` of zeros, a mark that costs next to
-nothing: if ``zero_grad()`` has removed it, or filled it again, before the next backward, the kept gradients
-are dropped. A large parameter follows the marked one that is nearest to it in the order of parameters.
+abandoned. So small parameters with a kept gradient get a ``grad`` of next to zero, a mark that costs next to
+nothing: if ``zero_grad()`` has removed it, or filled it with zeros, before the next backward, the kept
+gradients are dropped. What scales gradients in between, as clipping does, leaves a mark. A large parameter
+follows the marked one that is nearest to it in the order of parameters.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,11 +13,16 @@ from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from osdp.torch_private.autograd import version_of
+from osdp.torch_private.dtensor import is_on_all_ranks
 
-#: Maximum number of elements of a parameter that may get a mark.
-_SMALL = 2048
+#: Maximum number of elements of a parameter that may get a mark, where there are any.
+_SMALL = 8192
+
+#: A mark's values: their squares, of which norms are made, are zero, and what is scaled down is not.
+_MARK = 1e-30
 
 
 class KeptGradient(Protocol):
@@ -50,14 +56,21 @@ class Accumulation(Generic[Parameter]):
     def end_backward(self, kept: Sequence[Parameter]) -> None:
         """Mark the parameters whose gradients are kept after a backward."""
         self._kept, self._marks = tuple(kept), {}
-        for place, parameter in enumerate(self._kept):
-            grad, is_mark = parameter.stored.grad, False
-            if grad is None and parameter.stored.numel() <= _SMALL:
+        # Of others not all ranks have an element, and ranks are to see the same.
+        sizes = {
+            place: 0 if parameter.stored.grad is not None else parameter.stored.numel()
+            for place, parameter in enumerate(self._kept)
+            if is_on_all_ranks(parameter.stored)
+        }
+        largest = max(_SMALL, min(sizes.values(), default=0))
+        for place in (place for place, numel in sizes.items() if numel <= largest):
+            stored = self._kept[place].stored
+            is_mark = stored.grad is None
+            if is_mark:
                 with torch.no_grad():
-                    grad, is_mark = torch.zeros_like(parameter.stored), True
-                parameter.stored.grad = grad
-            if grad is not None:
-                self._marks[place] = (grad, version_of(grad), is_mark)
+                    stored.grad = torch.full_like(stored, _mark_of(stored.dtype))
+            assert stored.grad is not None
+            self._marks[place] = (stored.grad, version_of(stored.grad), is_mark)
 
     def begin_backward(self) -> list[str]:
         """Remove the marks before a backward; returns the parameters whose kept gradients were dropped."""
@@ -80,7 +93,18 @@ class Accumulation(Generic[Parameter]):
     def _take(self, place: int, mark: torch.Tensor, version: int, is_mark: bool) -> bool:
         """Remove a mark; returns whether the gradient was cleared since it was set."""
         stored = self._kept[place].stored
-        is_cleared = stored.grad is not mark or version_of(mark) != version
+        is_cleared = stored.grad is not mark or (version_of(mark) != version and not _local(mark).any())
         if is_mark and stored.grad is mark:
             stored.grad = None
         return is_cleared
+
+
+def _local(grad: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return grad.to_local() if isinstance(grad, DTensor) else grad
+
+
+def _mark_of(dtype: torch.dtype) -> float:
+    """The value of marks of this dtype; float16 has none as small."""
+    limits = torch.finfo(dtype)
+    return max(_MARK, limits.smallest_normal * limits.eps)

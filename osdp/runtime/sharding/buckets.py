@@ -45,6 +45,9 @@ class _Content(Enum):
     REDUCED = 2  # an earlier gradient, the same on all ranks, not scaled
 
 
+#: Elements of gradients that are added to a sum of another dtype at once.
+_ADDED_AT_ONCE = 2**15
+
 #: How often the memory of a gradient is held that no other tensor shares: by itself and by who asks.
 _OWN_USES = 2
 
@@ -238,7 +241,7 @@ class Bucket:
         elif content is not _Content.NOTHING:
             if content is _Content.REDUCED:
                 view.mul_(self._reduction.scale)
-            view.add_(grad, alpha=scale)
+            _add(view, grad, scale)
         elif scale != 1.0 and grad.dtype == self._dtype:
             torch.mul(grad, scale, out=view)
         else:
@@ -331,6 +334,17 @@ class Bucket:
         assert self._flat is not None
         self._places = self._layout.places(self._flat)
         return self._places
+
+
+def _add(total: torch.Tensor, grad: torch.Tensor, scale: float) -> None:
+    """Add ``scale * grad`` to ``total``."""
+    if total.dtype == grad.dtype or total.device.type != "cpu" or not grad.dim():
+        total.add_(grad, alpha=scale)
+        return
+    # On CPUs torch copies all that it is given into the dtype of the result first.
+    rows = max(_ADDED_AT_ONCE * len(grad) // max(grad.numel(), 1), 1)
+    for part, more in zip(total.split(rows), grad.split(rows), strict=True):
+        part.add_(more, alpha=scale)
 
 
 def _layout_of(parameters: Sequence[ReplicatedParameter], ranks: int, num_flags: int) -> BucketLayout:

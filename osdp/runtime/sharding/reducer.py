@@ -49,7 +49,9 @@ class GradientReducer:
             # A bucket has one dtype on the way, and one in which its gradients are handed out.
             for parameter in reversed(unit):
                 if parameter.stored.requires_grad:
-                    dtype = self._reduce_dtype or parameter.compute.dtype
+                    dtype = parameter.compute.dtype
+                    if self._reduce_dtype is not None and not dtype.is_complex:
+                        dtype = self._reduce_dtype
                     kind = (dtype, parameter.stored.dtype, _lies_apart(parameter))
                     alike.setdefault(kind, []).append(parameter)
             groups += [(group, dtype) for (dtype, *_), group in alike.items()]

@@ -229,9 +229,12 @@ def test_the_only_gradient_of_a_bucket_of_another_dtype_is_copied_into_it(
     assert highest_in_backward(problem, units) == (8 + 4 + bucket + 4) * MIB
 
 
-@pytest.mark.parametrize(("reduce_dtype", "added"), [("bfloat16", 0), ("float16", 4)])
+@pytest.mark.parametrize(("reduce_dtype", "added"), [("bfloat16", 0), ("float16", 4 + 4)])
 def test_kept_gradients_of_another_dtype_are_not_added_in_place(reduce_dtype: str, added: int) -> None:
-    """Two operators in one unit: until they are added, new gradients are there beside what is kept."""
+    """Two operators in one unit: until they are added, new gradients are there beside what is kept.
+
+    Torch adds them, on CPUs, by way of a copy in the other dtype.
+    """
     model_desc, profile = stack(8, 8)
     links = tuple(Link(name, "world", 2, 0.0, 1e9) for name in COLLECTIVES)
     device = DeviceInfo(memory_limit=2**40, devices_per_node=2, links=links)

@@ -407,3 +407,20 @@ def test_containers_of_one_machine_share_its_cores() -> None:
 
 def test_ranks_with_different_host_names_are_not_on_one_machine() -> None:
     assert run(2, _where_ranks_are) == [(True, False)] * 2
+
+
+@pytest.mark.parametrize(
+    ("rank", "used", "chosen", "expected"),
+    [("1", False, 0, 1), ("1", True, 0, 0), ("1", False, 3, 3), ("9", False, 0, 0)],
+)
+def test_each_process_measures_on_the_gpu_of_its_local_rank(
+    monkeypatch: pytest.MonkeyPatch, rank: str, used: bool, chosen: int, expected: int
+) -> None:
+    """All measured on GPU 0, where nobody had called torch.cuda.set_device."""
+    current = [chosen]
+    monkeypatch.setenv("LOCAL_RANK", rank)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: used)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: current.__setitem__(0, index))
+    assert collectives.resolve_where("cuda", None) == torch.device("cuda", expected)

@@ -35,6 +35,23 @@ def parameters() -> list[nn.Parameter]:
     return found
 
 
+def data_is_assigned() -> None:
+    """Torch would change nothing, in silence."""
+    for parameter in parameters():
+        before = parameter.full_tensor()
+        for value in (parameter.data - 0.1 * parameter.grad, parameter.data.clamp(-0.1, 0.1)):
+            with pytest.raises(RuntimeError, match="leaves the values of a sharded tensor"):
+                parameter.data = value
+        parameter.data = parameter.data.to(torch.float64)
+        assert torch.equal(parameter.full_tensor(), before)
+        parameter.data.copy_(parameter.data * 0.5)
+        assert torch.equal(parameter.full_tensor(), before * 0.5)
+
+
+def test_values_are_not_assigned_through_data() -> None:
+    run(4, data_is_assigned)
+
+
 def plain(tensors: list[nn.Parameter]) -> list[nn.Parameter]:
     whole = [nn.Parameter(tensor.detach().full_tensor()) for tensor in tensors]
     for mine, tensor in zip(whole, tensors, strict=True):

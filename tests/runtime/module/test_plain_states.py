@@ -251,6 +251,23 @@ def round_trips() -> None:
         check_values(into, want, name)
 
 
+def saved_by_rank_0() -> None:
+    """Its part was taken for that of each rank."""
+    for mode in (Mode.NO_SHARD, Mode.FULL_SHARD):
+        net = plain(0)
+        model = OSDP(net, plan=plan_by_hand(net, mode, dist.get_world_size()))
+        file = io.BytesIO()
+        torch.save(model.state_dict(), file)
+        files = [file.getvalue()]
+        dist.broadcast_object_list(files)
+        state = torch.load(io.BytesIO(files[0]), weights_only=False)
+        if dist.get_rank() == 0 or mode is Mode.NO_SHARD:
+            model.load_state_dict(state)
+        else:
+            with pytest.raises(RuntimeError, match="holds the part of the rank at"):
+                model.load_state_dict(state)
+
+
 def between_forward_and_backward() -> None:
     batch = tokens(1, 2, 6)
     for name, make in few_layouts():
@@ -351,6 +368,11 @@ def test_a_state_dict_of_rank_0_alone(ranks: int) -> None:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_torchs_functions_of_model_states(ranks: int) -> None:
     run(ranks, torchs_own_ways, timeout=200)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_file_with_the_shards_of_rank_0_is_refused_by_the_others(ranks: int) -> None:
+    run(ranks, saved_by_rank_0)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
