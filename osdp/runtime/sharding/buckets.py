@@ -46,7 +46,7 @@ class _Content(Enum):
 
 
 #: Elements of gradients that are added to a sum of another dtype at once.
-_ADDED_AT_ONCE = 2**15
+_ADDED_AT_ONCE = 2**14
 
 #: How often the memory of a gradient is held that no other tensor shares: by itself and by who asks.
 _OWN_USES = 2
