@@ -251,7 +251,9 @@ def gradient_sync_is_set_for_parts() -> None:
             loss(net, dist.get_rank()).backward()
             kept = {n for n in once if n.startswith(where)}
             got = gradients(net)
-            assert not any(g.any() for n, g in got.items() if n in kept and g is not None), (where, name)
+            # A mark at most: see osdp.runtime.sharding.accumulation.
+            left = [g for n, g in got.items() if n in kept and g is not None]
+            assert all(g.abs().max() < 1e-20 for g in left if g.numel()), (where, name)
             want = {n: g for n, g in once.items() if n not in kept}
             assert_same({n: g for n, g in got.items() if n not in kept}, want, f"{where} kept, {name}")
             module.set_requires_gradient_sync(True, recurse=recurse)

@@ -23,7 +23,6 @@ from functools import partial
 from statistics import fmean, median
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -170,7 +169,7 @@ def _of_the_slowest(
         on_host: Whether these are the host's, which issues the work.
     """
     everyone = gather_objects(varying, group)
-    rank = int(np.argmax([sum(map(median, own)) for own in everyone]))
+    rank = max(range(len(everyone)), key=lambda each: sum(map(median, everyone[each])))
     found = []
     for index, segments in enumerate(broadcast_object(measured, group, rank)):
         # Ranks repeat their runs until they settle: only the first have partners.
