@@ -287,13 +287,17 @@ def live_mesh() -> DeviceMesh:
 
 
 def on_routes_of(device: DeviceInfo, plan: Plan) -> Plan:
-    """The plan with the routes that were found to be the fastest ones here, for which there are links."""
-    whole = shard_groups_of(device)[0].route
+    """The plan on its own routes where there are links for them, else on those that were the fastest here."""
+    groups = shard_groups_of(device)
+    whole, known = groups[0].route, {group.route for group in groups if not group.group_size}
 
     def route(unit: Unit) -> Route:
-        if unit.mode is Mode.NO_SHARD or unit.group_size:
+        if unit.mode is Mode.NO_SHARD or unit.group_size or unit.route in known:
             return unit.route
-        # What steps in shards gathers nothing by messages.
-        return Route.EXCHANGE if unit.mode is Mode.SHARD_OPTIMIZER and whole.by_exchange else whole
+        if unit.mode is Mode.SHARD_OPTIMIZER:
+            # Nothing is gathered by messages, and whatever is exchanged can be reduced by all.
+            by_exchange = unit.route.by_exchange and any(each.by_exchange for each in known)
+            return Route.EXCHANGE if by_exchange else Route.FLAT
+        return whole
 
     return plan.with_sharding(units=tuple(replace(unit, route=route(unit)) for unit in plan.units))
