@@ -54,8 +54,8 @@ def final_row(
     row = np.where(first, units.unsharded + units.gradient, gradients.after)
     constant = problem.timeline.final - root.unsharded + root.gradient
     if problem.settings.keeps_gradients:
-        others, saved = _others(problem, units)
-        row, constant = row - others, constant - saved
+        dropped, others = _others(problem, units)
+        row, constant = row + dropped, constant - others
         # They have been added to what was kept.
         row -= np.where(units.in_root & units.casts_gradient, units.gradient, 0.0)
     if operator == COPY_IN:
@@ -101,22 +101,26 @@ def cast_row(
     row = np.where(ended, units.gradient_kept - gradients.always, gradients.after)
     row -= np.where(units.in_root, units.unsharded, 0.0)
     row += np.where(cast & here, units.beside_cast(problem.settings.adds_reduced), 0.0)
-    others, saved = _others(problem, units)
-    constant = problem.timeline.final - root.unsharded + root.gradient_kept - root.carried - saved
+    dropped, others = _others(problem, units)
+    constant = problem.timeline.final - root.unsharded + root.gradient_kept - root.carried - others
     if operator == OUTSIDE:
         constant += root.cast_beside
     else:
         # What is used for the first time before the unit is cast after it.
         first = problem.timeline.chain[operator].first
         constant -= sum(grown for place, grown in root.casts if place < first)
-    return row - others, constant
+    return row + dropped, constant
 
 
 def _others(problem: ShardingProblem, units: UnitCosts) -> tuple[Floats, float]:
-    """Activations of other microbatches, of each unit and in all: in the last backward there are none."""
+    """Activations of other microbatches, of which the last backward has none.
+
+    Returns:
+        What recomputation drops of them in each unit, shape ``(U,)``, and all of them without it; bytes.
+    """
     timeline = problem.timeline
     saving = np.where(units.recomputed, timeline.recompute.saving[units.start], 0.0)
-    return -timeline.others * saving, timeline.others * timeline.kept
+    return timeline.others * saving, timeline.others * timeline.kept
 
 
 def step_row(

@@ -83,8 +83,8 @@ def _cost_units_in(
     cast = np.where(casts_shard, span(costs.gradient_sharded), 0.0)
     copying = np.maximum(span(costs.gradient) + copies, last + beside + cast)
     # 2. Time of the reduction and of the optimizer's step.
-    each = np.where(sharded, device.parameter_overhead, 0.0)
-    per_gather, per_reduce = each * span(costs.num_parameters), each * count
+    per_parameter = np.where(sharded, device.parameter_overhead, 0.0)
+    per_gather, per_reduce = per_parameter * span(costs.num_parameters), per_parameter * count
     # What parameters take one by one is the host's time, as the latency of a collective is.
     on_host = float(not device.blocking)
     reduce_seconds = _reduce_seconds(shard_group, kinds, reduce_input, bucket, count > 0)
@@ -119,12 +119,7 @@ def _cost_units_in(
         # Each other rank sends its contribution to this rank's shard.
         received=np.where(kinds.by_exchange(shard_group), (1 - 1 / costs.world_size) * reduce_input, 0.0),
         num_gradients=count,
-        largest_gradient=np.where(
-            # The only gradient of a bucket is the bucket, unless it is reduced in another dtype.
-            kinds.own | (~np.bool_(costs.accumulates) & (sharded | ((count <= 1) & ~casts_gradient))),
-            0.0,
-            _range_max(costs.largest_gradient, a, b),
-        ),
+        largest_gradient=_largest_gradient(costs, kinds, a, b),
         # A unit in the root unit adds bytes to its collective, and no latency.
         gather_seconds=np.where(
             sharded, kinds.own * shard_group.gather.latency + unsharded / shard_group.gather.bandwidth, 0.0
@@ -142,6 +137,15 @@ def _cost_units_in(
         group=group,
     )
     return _elsewhere_or_in_slices(units, costs, device, span(costs.matrices_sharded))
+
+
+def _largest_gradient(costs: OperatorCosts, kinds: "_UnitKinds", a: Ints, b: Ints) -> Floats:
+    """Most bytes of gradients that are made at once beside a buffer they are added to, shape ``(U,)``."""
+    count, casts = _span(costs.num_trainable, start=a, stop=b), _span(costs.num_cast, start=a, stop=b) > 0
+    # The only gradient of a bucket is the bucket, unless it is reduced in another dtype.
+    in_place = kinds.sharded | ((count <= 1) & ~casts)
+    none = kinds.own | (in_place & ~np.bool_(costs.accumulates))
+    return np.where(none, 0.0, _range_max(costs.largest_gradient, a, b))
 
 
 def _elsewhere_or_in_slices(

@@ -5,7 +5,8 @@ gradient paths. DDP keeps them in ``grad``, where ``zero_grad()`` reaches them, 
 abandoned. So small parameters with a kept gradient get a ``grad`` of next to zero, a mark that costs next to
 nothing: if ``zero_grad()`` has removed it, or filled it with zeros, before the next backward, the kept
 gradients are dropped. What scales gradients in between, as clipping does, leaves a mark. A large parameter
-follows the marked one that is nearest to it in the order of parameters.
+follows the marked one that is nearest to it in the order of parameters. Where none is small, the smallest has
+a mark of its own size.
 """
 
 from collections.abc import Callable, Sequence
