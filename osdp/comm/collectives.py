@@ -211,12 +211,12 @@ _LONGEST_HELD = 1.0
 def wait_until_released(tensor: torch.Tensor, uses: int) -> None:
     """Return when the memory of ``tensor`` is held as often as before a collective that has ended.
 
-    The thread of gloo that ran it lets go of what it gathered some time after the wait for it has ended:
+    The thread of gloo that ran it lets go of its tensors some time after the wait for it has ended:
     20 us, or 6 to 17 ms if other programs want its core (torch 2.13, 2 cores, 2026-11). Whoever drops the
     tensor by then frees nothing, and the step would peak that much higher.
 
     Args:
-        tensor: The tensor that was given to the collective.
+        tensor: The tensor that was given to the collective; nobody waits for it any longer.
         uses: :func:`osdp.torch_private.distributed.storage_uses` before.
     """
     until = time.monotonic() + _LONGEST_HELD
@@ -240,7 +240,9 @@ def scatter_sum(
         group: The ranks.
         run: Starts the collective that it is given, and waits for it.
     """
+    uses = storage_uses(whole)
     run(lambda: dist.all_reduce(whole, op=op, group=group, async_op=True))
+    wait_until_released(whole, uses)
     output.copy_(whole.view(group.size(), *output.shape)[group.rank()])
 
 

@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor
 
 from osdp.comm.averaging import Reduction
 from osdp.comm.bucket_layouts import BucketLayout, InOrder, RowsByRank
+from osdp.comm.collectives import wait_until_released
 from osdp.comm.part_exchange import PartExchange
 from osdp.runtime.module.group_dtensor import compute_as_whole
 from osdp.runtime.sharding.gradients import AllReduceHook
@@ -88,6 +89,8 @@ class Bucket:
         self._scales = [self._scale(parameter) for parameter in parameters]
         self._arrived: set[int] = set()
         self._work: dist.Work | PartExchange | None = None
+        #: How often the bucket's memory was held before its all-reduce.
+        self._uses = 0
         self.started = False
 
     @property
@@ -149,6 +152,7 @@ class Bucket:
         if isinstance(self._layout, RowsByRank):
             self._work = self._reduction.start_exchange(self._layout.regions(self._flat))
         else:
+            self._uses = storage_uses(self._flat)
             self._work = self._reduction.start(self._flat)
         self.started = True
 
@@ -171,6 +175,10 @@ class Bucket:
         assert flat is not None
         if self._work is not None:
             self._reduction.finish(self._work)
+            self._work = None
+        if flat.dtype != self._stored_dtype and flat.device.type == "cpu" and self._uses:
+            # Dropped below, its memory is to be free before the next bucket is cast.
+            wait_until_released(flat, self._uses)
         with torch.no_grad():
             hook = self._joint_hook
             if hook is not None:
@@ -205,6 +213,7 @@ class Bucket:
         self._places = ()
         self._earlier = {}
         self._work = None
+        self._uses = 0
         self.started = False
         self._content = [_Content.NOTHING] * len(self.parameters)
         self._arrived.clear()
