@@ -20,7 +20,6 @@ were searched from, are written to a folder beside the JSON.
 import gc
 import random
 import sys
-import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -44,7 +43,8 @@ from benchmarks.support.launch import WorkerError
 from benchmarks.support.live_bytes import LiveBytes, NoCompilerError, preload
 from benchmarks.support.models import CASES, Case
 from benchmarks.support.testbed import NetworkUnavailableError, launch_over
-from benchmarks.support.timing import Ratio, alternate, paired_ratio
+from benchmarks.support.timing import Ratio, alternate, in_common, over_best_rival
+from benchmarks.support.turns import COMPARED_STEPS, MOST_ROUNDS, ROUNDS, take_turns_until_narrow
 from osdp import OSDP, DeviceInfo, InfeasibleError, Plan, Training, codec
 from osdp.text import format_bytes
 
@@ -61,18 +61,9 @@ SAMPLES = 8
 MICROBATCHES = (1, 2, 4)
 
 FINALISTS = 3
-#: Rounds of one making of the candidates, the fewest before intervals are looked at, and the most of them.
-ROUNDS, LEAST_ROUNDS, MOST_ROUNDS = 5, 20, 200
-#: Seconds after which no further rounds begin: on slow networks a step takes seconds, and varies little.
-ENOUGH = 240
 #: Part of its time that a rival might save by recomputation or smaller microbatches, generously.
 SAVED = 0.2
-#: Half the width of an interval, relative to its middle, that is narrow enough.
-NARROW = 0.03
 LOSS_TOLERANCE = 1e-3
-#: The loss of the last of them is compared with a single process. In later ones rounding grows beyond any
-#: tolerance: a ResNet's loss under DDP on four ranks is off by 3e-8 in step 2, 2e-5 in step 5, 7e-4 in 8.
-COMPARED_STEPS = 5
 TIMEOUT = 1800
 
 
@@ -222,11 +213,11 @@ def compete(
     first = next(iter(chosen))
     makers[f"{first} again"] = makers[first]
     makers |= {name: partial(contest.step_of, *pair) for name, pair in plans.items()}
-    seconds, losses = _turns(makers, rows, most_rounds)
+    turns = take_turns_until_narrow(makers, partial(_needed, rows), most_rounds=most_rounds)
     return {
         "rows": rows,
-        "seconds": seconds,
-        "losses": losses,
+        "seconds": turns.seconds,
+        "losses": turns.losses,
         "screened": {rival.name: found for rival, found in screened.items()},
         "again": first,
         "doubts": list(contest.device.doubts),
@@ -240,51 +231,10 @@ def _microbatches(case: Case) -> tuple[int, ...]:
     return (1,) if whole else MICROBATCHES
 
 
-def _turns(
-    makers: Mapping[str, Callable[[], TrainStep]], rows: Mapping[str, dict[str, Any]], most_rounds: int
-) -> tuple[dict[str, list[float]], dict[str, float]]:
-    """Seconds of all candidates in turn, until the intervals of the rows are narrow, and losses.
-
-    Two instances of one program differ by several percent, by where their memory happens to lie; so each
-    candidate is made anew for every few rounds. Those that only rows with narrow intervals need take no
-    further part.
-    """
-    losses = dict.fromkeys(makers, 0.0)
-    seconds: dict[str, list[float]] = {name: [] for name in makers}
-    steps: dict[str, TrainStep] = {}
-    done: dict[str, int] = {}
-
-    def run(name: str) -> None:
-        loss = steps[name](done[name])
-        if done[name] < COMPARED_STEPS:
-            losses[name] = loss
-        done[name] += 1
-
-    taking_part, begin = list(makers), time.monotonic()
-    while taking_part:
-        steps.clear()
-        gc.collect()
-        steps |= {name: makers[name]() for name in taking_part}
-        done |= dict.fromkeys(taking_part, 0)
-        # The first step makes optimizer states and buckets.
-        found = alternate(
-            {name: partial(run, name) for name in taking_part},
-            rounds=ROUNDS,
-            warmup=1,
-            synchronize=dist.barrier,
-        )
-        for name, values in found.items():
-            seconds[name] += values
-        if len(seconds[taking_part[0]]) >= most_rounds or time.monotonic() - begin > ENOUGH:
-            taking_part = []
-        elif len(seconds[taking_part[0]]) >= LEAST_ROUNDS:
-            wide = [rows[name] for name, ratio in _ratios(rows, seconds).items() if not is_narrow(ratio)]
-            needed = {name for row in wide for name in (row["program"], *row["finalists"])}
-            taking_part = [name for name in taking_part if name in needed]
-        decided = [taking_part]
-        dist.broadcast_object_list(decided, 0)
-        taking_part = decided[0]
-    return seconds, {name: mean_loss(loss) for name, loss in losses.items()}
+def _needed(rows: Mapping[str, dict[str, Any]], seconds: Mapping[str, list[float]]) -> set[str]:
+    """Candidates of the rows whose intervals are still wide."""
+    wide = [rows[name] for name, ratio in _ratios(rows, seconds).items() if not ratio.is_narrow]
+    return {name for row in wide for name in (row["program"], *row["finalists"])}
 
 
 def _is_same(plan: Plan, other: Plan) -> bool:
@@ -298,11 +248,6 @@ def _is_same(plan: Plan, other: Plan) -> bool:
     return run(plan) == run(other)
 
 
-def is_narrow(ratio: Ratio) -> bool:
-    """Whether the interval of ``ratio`` is narrow enough to be judged."""
-    return (ratio.high - ratio.low) / 2 <= NARROW * ratio.median
-
-
 def _ratios(rows: Mapping[str, dict[str, Any]], seconds: Mapping[str, list[float]]) -> dict[str, Ratio]:
     """The best rival over OSDP in each row that has both."""
 
@@ -311,31 +256,6 @@ def _ratios(rows: Mapping[str, dict[str, Any]], seconds: Mapping[str, list[float
         return over_best_rival(finalists, seconds[row["program"]])[1]
 
     return {name: ratio(row) for name, row in rows.items() if "program" in row and row["finalists"]}
-
-
-def over_best_rival(rivals: Mapping[str, list[float]], ours: list[float]) -> tuple[str, Ratio]:
-    """The fastest of ``rivals``, and its seconds over ours, round by round.
-
-    The fastest of the even rounds is compared in the odd ones, and that of the odd ones in the even ones: a
-    rival chosen for the rounds in which it is compared would look faster than it is. Where the two differ,
-    the one named is that of the even rounds.
-    """
-    # Either may have gone on for another row's sake.
-    rounds = min(map(len, (ours, *rivals.values())))
-    best = []
-    above, below = [], []
-    for half in (0, 1):
-        chosen = {rival: median(seconds[:rounds][half::2]) for rival, seconds in rivals.items()}
-        best.append(min(chosen, key=lambda rival: chosen[rival]))
-        above += rivals[best[-1]][:rounds][1 - half :: 2]
-        below += ours[:rounds][1 - half :: 2]
-    return best[0], paired_ratio(above, below)
-
-
-def _in_common(first: list[float], second: list[float]) -> Ratio:
-    """The ratio of two candidates over the rounds in which both took part."""
-    rounds = min(len(first), len(second))
-    return paired_ratio(first[:rounds], second[:rounds])
 
 
 def names_of(launch: Round) -> list[str]:
@@ -376,7 +296,7 @@ def _row(name: str, measured: Mapping[str, Any], expected: float) -> Row:
     row: Row = dict(measured["rows"][name])
     seconds = measured["seconds"]
     again = measured["again"]
-    same = _in_common(seconds[f"{again} again"], seconds[again])
+    same = in_common(seconds[f"{again} again"], seconds[again])
     row |= {"same_program": [same.low, same.median, same.high], "doubts": measured["doubts"]}
     if "infeasible" in row:
         # Honest only if no rival fits either.
@@ -384,7 +304,7 @@ def _row(name: str, measured: Mapping[str, Any], expected: float) -> Row:
     plan: Plan = codec.from_json(Plan, row["plan"])
     program = row["program"]
     ours = median(seconds[program])
-    per_block = _in_common(seconds[row["fsdp2"]], seconds[program])
+    per_block = in_common(seconds[row["fsdp2"]], seconds[program])
     difference = abs(measured["losses"][program] - expected) / abs(expected)
     row |= {
         "over_limit": row["peak"] > row["limit"],
@@ -408,7 +328,7 @@ def _row(name: str, measured: Mapping[str, Any], expected: float) -> Row:
             "best_rival": best,
             "over_best_rival": ratio.median,
             "interval": [ratio.low, ratio.high],
-            "too_noisy": not is_narrow(ratio),
+            "too_noisy": not ratio.is_narrow,
         }
     faults = []
     if row["over_limit"]:

@@ -2,17 +2,18 @@
 
 Two ranks, one core each, measure links and profile, and plan at memory limits 0.3 and 0.7 of the way from
 the all-sharded to the all-replicated peak: once in quiet, once beside two processes that compute without a
-pause. Both plans are then timed in quiet, in turn. A ratio above 1 means that the plan of the noisy start is
-the faster one.
+pause. Both plans are then timed in quiet, in turn, made anew for every few rounds, until the interval of
+their ratio is narrow. A ratio above 1 means that the plan of the noisy start is the faster one.
 
     python -m benchmarks.noisy_start [--quick] [--json FILE]
 """
 
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,8 +24,8 @@ from benchmarks.support.candidates import live_mesh, make_setting, make_setting_
 from benchmarks.support.harness import Options, Result, Row
 from benchmarks.support.launch import WorkerError, ended_cleanly, launch
 from benchmarks.support.models import CASES
-from benchmarks.support.timing import paired_ratio
-from benchmarks.support.turns import take_turns
+from benchmarks.support.timing import in_common
+from benchmarks.support.turns import LEAST_ROUNDS, MOST_ROUNDS, take_turns_until_narrow
 from osdp import DeviceInfo, Plan, Training, codec
 from osdp.hardware.profile import Profile
 
@@ -33,6 +34,8 @@ SAMPLES = 4
 TRAINING = Training(local_batch=SAMPLES)
 FRACTIONS = (0.3, 0.7)
 LOSS_TOLERANCE = 1e-3
+#: The first plan of the quiet start, a second time: the ratio to itself is what the machine adds.
+AGAIN = "quiet again"
 #: Processes that compute beside the ranks in a noisy start.
 BUSY = 2
 
@@ -81,12 +84,9 @@ def start(
 
 
 def compare(
-    rank: int, world_size: int, *, case: str, started: dict[str, dict[str, Any]], rounds: int
+    rank: int, world_size: int, *, case: str, started: dict[str, dict[str, Any]], most_rounds: int
 ) -> dict[str, Any]:
-    """Worker: seconds and losses of all plans, in turn, by start and number of the limit.
-
-    The first plan of the quiet start runs twice: the ratio to itself is what the machine adds.
-    """
+    """Worker: seconds and losses of all plans, in turn, by start and number of the limit."""
     del rank, world_size
     mesh = live_mesh()
     candidates = {}
@@ -95,13 +95,22 @@ def compare(
         device = codec.from_json(DeviceInfo, found["device"])
         for number, plan in enumerate(found["plans"]):
             candidates[f"{name} {number}"] = setting.candidate(device, codec.from_json(Plan, plan))
-    candidates["quiet again"] = candidates["quiet 0"]
-    steps = {name: candidate.prepare(mesh) for name, candidate in candidates.items()}
-    turns = take_turns(steps, rounds=rounds, warmup=3, repeats=2)
+    candidates[AGAIN] = candidates["quiet 0"]
+    makers = {name: partial(candidate.prepare, mesh) for name, candidate in candidates.items()}
+    turns = take_turns_until_narrow(makers, _needed, most_rounds=most_rounds)
     return {"seconds": turns.seconds, "losses": turns.losses, "steps": turns.steps}
 
 
-def rows_of(case: str, rounds: int) -> list[Row]:
+def _needed(seconds: Mapping[str, list[float]]) -> set[str]:
+    """Plans of the limits at which the interval of the two is still wide, and the one that runs twice."""
+    pairs = [(f"quiet {number}", f"noisy {number}") for number in range(len(FRACTIONS))]
+    wide = {
+        name for pair in pairs if not in_common(*map(seconds.__getitem__, pair)).is_narrow for name in pair
+    }
+    return wide | ({AGAIN} if "quiet 0" in wide else set())
+
+
+def rows_of(case: str, most_rounds: int) -> list[Row]:
     """One row for each limit of a model."""
     name = f"noisy start {case}"
     wanted: dict[str, Any] = {"case": case, "limits": []}
@@ -110,27 +119,26 @@ def rows_of(case: str, rounds: int) -> list[Row]:
         wanted["limits"] = started["quiet"]["limits"]
         with busy_machine(BUSY):
             started["noisy"] = launch("benchmarks.noisy_start:start", WORLD_SIZE, wanted, timeout=600)[0]
-        arguments = {"case": case, "started": started, "rounds": rounds}
-        measured = launch("benchmarks.noisy_start:compare", WORLD_SIZE, arguments, timeout=60 + 30 * rounds)[
-            0
-        ]
+        arguments = {"case": case, "started": started, "most_rounds": most_rounds}
+        measured = launch("benchmarks.noisy_start:compare", WORLD_SIZE, arguments, timeout=900)[0]
     except WorkerError as error:
         return [{"name": name, "error": str(error)}]
     expected = reference_losses(CASES[case], TRAINING, WORLD_SIZE, measured["steps"])[-1]
     devices = {kind: codec.from_json(DeviceInfo, found["device"]) for kind, found in started.items()}
     seconds = measured["seconds"]
-    same = paired_ratio(seconds["quiet again"], seconds["quiet 0"])
+    same = in_common(seconds[AGAIN], seconds["quiet 0"])
     rows: list[Row] = []
     for number, fraction in enumerate(FRACTIONS):
         plans = {kind: codec.from_json(Plan, found["plans"][number]) for kind, found in started.items()}
         losses = {kind: measured["losses"][f"{kind} {number}"] for kind in plans}
-        ratio = paired_ratio(seconds[f"quiet {number}"], seconds[f"noisy {number}"])
+        ratio = in_common(seconds[f"quiet {number}"], seconds[f"noisy {number}"])
         row: Row = {
             "name": f"{name} {fraction}",
             "case": case,
             "ratio": ratio.median,
             "low": ratio.low,
             "high": ratio.high,
+            "too_noisy": not ratio.is_narrow,
             "same_program": [same.low, same.median, same.high],
             "units": {kind: len(plan.units) for kind, plan in plans.items()},
             "predicted": {kind: plan.predicted.step_seconds for kind, plan in plans.items()},
@@ -147,7 +155,7 @@ def rows_of(case: str, rounds: int) -> list[Row]:
 
 def summarize(rows: list[Row]) -> dict[str, float | int | None]:
     """The claim's figures; ``None`` if a row is missing. What a start measured counts once for its model."""
-    keys = ("worst_over_quiet_plan", "links_at_zero", "alarms", "false_alarms")
+    keys = ("worst_over_quiet_plan", "links_at_zero", "alarms", "false_alarms", "rows_too_noisy")
     if any("ratio" not in row for row in rows):
         return dict.fromkeys(keys)
     starts = list({row["case"]: row for row in rows}.values())
@@ -156,6 +164,7 @@ def summarize(rows: list[Row]) -> dict[str, float | int | None]:
         sum(row["links_at_zero"] for row in starts),
         sum(bool(row["doubts"]["noisy"]) for row in starts),
         sum(bool(row["doubts"]["quiet"]) for row in starts),
+        sum(row["too_noisy"] for row in rows),
     )
     return dict(zip(keys, values, strict=True))
 
@@ -165,7 +174,7 @@ def measure(options: Options) -> Result:
     cases = ("gpt2-small",) if options.quick else ("gpt2-deep", "gpt2-wide", "mlp", "vit", "llama")
     result = Result(options, world_size=WORLD_SIZE, backend="gloo")
     for case in harness.progress(cases, len(cases), "noisy_start"):
-        result.add(*rows_of(case, 8 if options.quick else 24))
+        result.add(*rows_of(case, LEAST_ROUNDS if options.quick else MOST_ROUNDS))
     result.summary = summarize(result.rows)
     return result
 

@@ -6,18 +6,20 @@ slow or too fast, compute three times, measurements beside busy processes, an es
 measured for, that of ``start="estimated"``, and half of the batch. Live bytes are counted from before the
 model is wrapped to the last step, switches included; with half of the batch from the first switch on, since
 the plan before was not made for what it trains. The plan at the end is then timed in turns with the plan of
-the truth, with those that the other starts ended under, and with those that they began under and that fit;
-the best is chosen on one half of the rounds and compared on the other.
+the truth, with those that the other starts ended under, and with those that they began under and that fit,
+all made anew for every few rounds, until intervals are narrow; the best is chosen on each half of the rounds
+and compared on the other.
 
 What the recorded steps cost beside others is timed in turns on two models under one plan.
 
-    python -m benchmarks.refine [--quick] [--json FILE]
+    python -m benchmarks.refine [--quick] [--json FILE [--resume]]
 """
 
 import gc
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -38,8 +40,8 @@ from benchmarks.support.harness import Options, Result, Row
 from benchmarks.support.launch import WorkerError, launch
 from benchmarks.support.live_bytes import LiveBytes, NoCompilerError, preload
 from benchmarks.support.models import CASES
-from benchmarks.support.timing import paired_ratio
-from benchmarks.support.turns import take_turns
+from benchmarks.support.timing import Ratio, in_common, over_best_rival
+from benchmarks.support.turns import LEAST_ROUNDS, MOST_ROUNDS, take_turns_until_narrow
 from osdp import OSDP, DeviceInfo, Plan, Training, codec
 from osdp.cost.evaluate import evaluate
 from osdp.hardware.profile import Profile
@@ -57,15 +59,17 @@ QUICK_CASES = ("gpt2-small",)
 FRACTION = 0.5
 #: Steps of a start; refining ends within 30.
 STEPS = 44
-#: Rounds of a comparison, and steps of a turn.
-ROUNDS, QUICK_ROUNDS, REPEATS = 24, 6, 2
+#: Plans that are slower than the fastest by more than this part after the first rounds are not the best.
+SLOWER = 0.05
+#: A recorded step beside a plain one.
+RECORDED = "recorded"
 #: The loss is compared after so many steps, later than the last switch.
 COMPARED = 30
 LOSS_TOLERANCE = 1e-3
 #: Speeds that a roofline estimate starts from where nothing is measured: none of this machine's.
 ASSUMED_FLOPS, ASSUMED_BANDWIDTH = 1e10, 5e9
 ASSUMED_LATENCY, ASSUMED_LINK = 1e-3, 1e9
-TIMEOUT = 900
+TIMEOUT = 1500
 
 
 def with_links(device: DeviceInfo, factor: float) -> DeviceInfo:
@@ -181,7 +185,7 @@ def prepare(setting: Setting, plan: Plan, batches: Callable[[int], Any], *, reco
 
 
 def refine(
-    rank: int, world_size: int, *, case: str, busy: dict[str, Any], steps: int, rounds: int
+    rank: int, world_size: int, *, case: str, busy: dict[str, Any], steps: int, most_rounds: int
 ) -> dict[str, Any]:
     """Worker: all starts of a model, and the turns of the plans that they ended under."""
     chosen, mesh = CASES[case], live_mesh()
@@ -213,28 +217,38 @@ def refine(
         first = codec.from_json(Plan, each.pop("first_plan"))
         true = evaluate(first, setting.profile, device, TRAINING, setting.model_desc)
         each["first"] = named(first) if true.peak_bytes <= limit else "beyond the limit"
-    turns = take_turns(
-        {name: prepare(setting, plan, batches, recorded=False) for name, plan in plans.items()}
-        | {"recorded": prepare(setting, truth, batches, recorded=True)},
-        rounds=rounds,
-        warmup=3,
-        repeats=REPEATS,
-    )
+    makers = {name: partial(prepare, setting, plan, batches, recorded=False) for name, plan in plans.items()}
+    makers[RECORDED] = partial(prepare, setting, truth, batches, recorded=True)
+    finals = {each["final"] for each in found.values()}
+    turns = take_turns_until_narrow(makers, partial(_needed, finals), most_rounds=most_rounds)
     return {"limit": limit, "starts": found, "seconds": turns.seconds}
 
 
-def best_of(seconds: Mapping[str, list[float]]) -> str:
-    """The candidate of fewest seconds on the first half of the rounds."""
-    return min(seconds, key=lambda name: median(seconds[name][: len(seconds[name]) // 2]))
+def over_best(seconds: Mapping[str, list[float]], final: str) -> tuple[str, Ratio]:
+    """The best plan, and the seconds of the plan ``final`` over its."""
+    first = {name: median(times[:LEAST_ROUNDS]) for name, times in seconds.items() if name != RECORDED}
+    close = [name for name in first if first[name] <= (1 + SLOWER) * min(first.values()) or name == final]
+    best, ratio = over_best_rival({name: seconds[name] for name in close}, seconds[final])
+    return best, ratio.inverse
 
 
-def rows_of(case: str, *, steps: int, rounds: int) -> list[Row]:
+def _needed(finals: set[str], seconds: Mapping[str, list[float]]) -> set[str]:
+    """Plans whose comparison, or the one of recorded steps, is still wide."""
+    wide = {final for final in finals if not over_best(seconds, final)[1].is_narrow}
+    first = {name: median(times[:LEAST_ROUNDS]) for name, times in seconds.items() if name != RECORDED}
+    close = {name for name in first if first[name] <= (1 + SLOWER) * min(first.values())}
+    needed = wide | close if wide else set()
+    recorded = in_common(seconds[RECORDED], seconds["truth"])
+    return needed | (set() if recorded.is_narrow else {RECORDED, "truth"})
+
+
+def rows_of(case: str, *, steps: int, most_rounds: int) -> list[Row]:
     """One row for each start of a model."""
     started: dict[str, Any] = {"case": case, "limits": [UNLIMITED], "samples": SAMPLES}
     try:
         with busy_machine(BUSY):
             busy = launch("benchmarks.noisy_start:start", RANKS, started, timeout=TIMEOUT)[0]
-        arguments = {"case": case, "busy": busy, "steps": steps, "rounds": rounds}
+        arguments = {"case": case, "busy": busy, "steps": steps, "most_rounds": most_rounds}
         ranks = launch("benchmarks.refine:refine", RANKS, arguments, timeout=TIMEOUT, environment=preload())
     except NoCompilerError as error:
         return [{"name": case, "reason": str(error)}]
@@ -254,15 +268,15 @@ def row_of(case: str, name: str, ranks: list[dict[str, Any]], expected: float) -
     keys = ("peak_after",) if name == "batch doubled" and switched else ("peak_before", "peak_after")
     peaks = [rank["starts"][name][key] for rank in ranks for key in keys]
     peak = max((each for each in peaks if each is not None), default=None)
-    seconds = {key: times for key, times in first["seconds"].items() if key != "recorded"}
-    best, later = best_of(seconds), len(seconds["truth"]) // 2
-    ratio = paired_ratio(seconds[found["final"]][later:], seconds[best][later:])
-    recorded = paired_ratio(first["seconds"]["recorded"], seconds["truth"])
+    seconds = first["seconds"]
+    best, ratio = over_best(seconds, found["final"])
+    recorded = in_common(seconds[RECORDED], seconds["truth"])
     row: Row = {"name": f"{case}, {name}", "case": case, "limit": first["limit"]} | found
     row |= {
         "best": best,
         "over_best": ratio.median,
         "interval": [ratio.low, ratio.high],
+        "too_noisy": not ratio.is_narrow,
         "loss_difference": abs(loss - expected) / abs(expected),
         "peak": peak,
         "over_limit": peak is not None and peak > first["limit"],
@@ -279,7 +293,8 @@ def summarize(rows: list[Row], first: Row) -> dict[str, float | int | None]:
     summary: dict[str, float | int | None] = {"extra_seconds_to_first_step": first.get("extra_seconds")}
     if not rows or any("over_best" not in row for row in rows):
         keys = ("worst_over_best_plan", "steps_to_final", "switches_after_final", "losses_wrong")
-        return summary | dict.fromkeys((*keys, "starts_elsewhere", "instrumented_overhead", "over_limit"))
+        more = ("starts_elsewhere", "instrumented_overhead", "over_limit", "rows_too_noisy")
+        return summary | dict.fromkeys((*keys, *more))
     steps = [row["steps_to_final"] for row in rows]
     return summary | {
         "worst_over_best_plan": max(row["over_best"] for row in rows),
@@ -289,21 +304,27 @@ def summarize(rows: list[Row], first: Row) -> dict[str, float | int | None]:
         "starts_elsewhere": sum(row["first"] != "truth" for row in rows),
         "instrumented_overhead": max(row["recorded_over_plain"][1] for row in rows) - 1,
         "over_limit": sum(row["over_limit"] for row in rows),
+        "rows_too_noisy": sum(row["too_noisy"] for row in rows),
     }
 
 
 def measure(options: Options) -> Result:
     torch.set_num_threads(1)
     result = Result(options, world_size=RANKS, backend="gloo")
+    measured = result.keep()
     cases = QUICK_CASES if options.quick else CASE_NAMES
     for case in harness.progress(cases, len(cases), "refine"):
-        result.add(*rows_of(case, steps=STEPS, rounds=QUICK_ROUNDS if options.quick else ROUNDS))
-    refined = list(result.rows)
+        if not any(name.startswith(f"{case}, ") for name in measured):
+            most_rounds = LEAST_ROUNDS if options.quick else MOST_ROUNDS
+            result.add(*rows_of(case, steps=STEPS, most_rounds=most_rounds))
     judged = QUICK_CASES[0] if options.quick else first_step.LARGE.name
     firsts = (judged,) if options.quick else (judged, *first_step.OTHERS)
     for case in harness.progress(firsts, len(firsts), "first step"):
-        result.add(first_step.row_of(case, repeats=3 if case == judged and not options.quick else 1))
-    result.summary = summarize(refined, result.rows[len(refined)])
+        if first_step.name_of(case) not in measured:
+            result.add(first_step.row_of(case, repeats=3 if case == judged and not options.quick else 1))
+    refined = [row for row in result.rows if not first_step.is_one(row)]
+    (first,) = (row for row in result.rows if row["name"] == first_step.name_of(judged))
+    result.summary = summarize(refined, first)
     return result
 
 
@@ -326,12 +347,12 @@ def _cells(row: Row) -> list[object]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    result = measure(harness.parse_options("refine", __doc__, arguments))
+    result = measure(harness.parse_options("refine", __doc__, arguments, resumes=True))
     columns = [
         "model, start", "final / best plan", "interval", "began under", "ends under", "steps", "switches",
         "after it", "peak / limit", "loss", "time error", "",
     ]  # fmt: skip
-    refined = [row for row in result.rows if not row["name"].startswith("first step")]
+    refined = [row for row in result.rows if not first_step.is_one(row)]
     harness.table("plans that were refined while they trained, 2 ranks", columns, map(_cells, refined))
     firsts = [row for row in result.rows if "extra_seconds" in row]
     harness.table(

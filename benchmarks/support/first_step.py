@@ -51,6 +51,16 @@ def start(rank: int, world_size: int, *, case: str, how: str, samples: int) -> d
     return {"wrap": done - begin, "step": time.perf_counter() - done}
 
 
+def name_of(case: str) -> str:
+    """The name of the row of a model."""
+    return f"first step, {case}"
+
+
+def is_one(row: Row) -> bool:
+    """Whether ``row`` is one of :func:`row_of`."""
+    return str(row["name"]).startswith(name_of(""))
+
+
 def row_of(case: str, *, repeats: int, samples: int = SAMPLES) -> Row:
     """The first steps of one model, each start in turn ``repeats`` times; medians, and all that was seen."""
     seen: dict[str, list[dict[str, float]]] = {how: [] for how in STARTS}
@@ -61,10 +71,10 @@ def row_of(case: str, *, repeats: int, samples: int = SAMPLES) -> Row:
                 ranks = launch("benchmarks.support.first_step:start", RANKS, arguments, timeout=TIMEOUT)
                 found.append(max(ranks, key=lambda rank: rank["wrap"] + rank["step"]))
     except WorkerError as error:
-        return {"name": f"first step, {case}", "error": str(error)}
+        return {"name": name_of(case), "error": str(error)}
     seconds = {how: median(each["wrap"] + each["step"] for each in found) for how, found in seen.items()}
     return {
-        "name": f"first step, {case}",
+        "name": name_of(case),
         "seconds": seconds,
         "seen": seen,
         "extra_seconds": seconds["estimated"] - seconds["fsdp2"],

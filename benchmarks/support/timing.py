@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 RESAMPLES = 2000
+#: Half the width of an interval, relative to its middle, that is narrow enough.
+NARROW = 0.03
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +33,16 @@ class Ratio:
     def __str__(self) -> str:
         return f"{self.median:.3f} [{self.low:.3f}, {self.high:.3f}]"
 
+    @property
+    def is_narrow(self) -> bool:
+        """Whether its interval is narrow enough to be judged."""
+        return (self.high - self.low) / 2 <= NARROW * self.median
+
+    @property
+    def inverse(self) -> "Ratio":
+        """The ratio the other way round."""
+        return Ratio(1 / self.median, 1 / self.high, 1 / self.low)
+
 
 def paired_ratio(numerators: Sequence[float], denominators: Sequence[float], seed: int = 0) -> Ratio:
     """Median of ``numerators[i] / denominators[i]`` with its 95 % bootstrap interval.
@@ -48,6 +60,31 @@ def paired_ratio(numerators: Sequence[float], denominators: Sequence[float], see
     medians = sorted(statistics.median(draw.choices(ratios, k=len(ratios))) for _ in range(RESAMPLES))
     tail = round(0.025 * RESAMPLES)
     return Ratio(statistics.median(ratios), medians[tail], medians[-1 - tail])
+
+
+def in_common(first: Sequence[float], second: Sequence[float]) -> Ratio:
+    """The ratio of two candidates over the rounds in which both took part."""
+    rounds = min(len(first), len(second))
+    return paired_ratio(first[:rounds], second[:rounds])
+
+
+def over_best_rival(rivals: Mapping[str, Sequence[float]], ours: Sequence[float]) -> tuple[str, Ratio]:
+    """The fastest of ``rivals``, and its seconds over ours, round by round.
+
+    The fastest of the even rounds is compared in the odd ones, and that of the odd ones in the even ones: a
+    rival chosen for the rounds in which it is compared would look faster than it is. Where the two differ,
+    the one named is that of the even rounds.
+    """
+    # Either may have gone on for another row's sake.
+    rounds = min(map(len, (ours, *rivals.values())))
+    best = []
+    above, below = [], []
+    for half in (0, 1):
+        chosen = {rival: statistics.median(seconds[:rounds][half::2]) for rival, seconds in rivals.items()}
+        best.append(min(chosen, key=lambda rival: chosen[rival]))
+        above += rivals[best[-1]][:rounds][1 - half :: 2]
+        below += ours[:rounds][1 - half :: 2]
+    return best[0], paired_ratio(above, below)
 
 
 def alternate(

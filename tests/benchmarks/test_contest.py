@@ -10,8 +10,6 @@ from benchmarks.contest import (
     HELD_BACK,
     NUM_ROWS,
     _put_aside,
-    is_narrow,
-    over_best_rival,
     summarize,
 )
 from benchmarks.support.candidates import given_device
@@ -19,7 +17,7 @@ from benchmarks.support.contest.design import FRACTIONS, NETWORKS, WORLD_SIZES, 
 from benchmarks.support.contest.greedy import greedy_prediction
 from benchmarks.support.contest.rivals import Rival, rivals
 from benchmarks.support.models import CASES
-from benchmarks.support.timing import Ratio
+from benchmarks.support.timing import Ratio, over_best_rival
 from osdp import Training
 from tests.helpers.settings import setting_of
 
@@ -51,7 +49,7 @@ def test_the_best_rival_is_compared_on_rounds_that_did_not_choose_it() -> None:
     assert over_best_rival(rivals, [1.5] * 5)[1].median == pytest.approx(2.0 / 1.5)
     # A program of two rows goes on for the other one.
     assert over_best_rival(rivals, [1.5] * 12) == over_best_rival(rivals, [1.5] * 8)
-    assert is_narrow(Ratio(1.0, 0.98, 1.03)) and not is_narrow(Ratio(1.0, 0.95, 1.03))
+    assert Ratio(1.0, 0.98, 1.03).is_narrow and not Ratio(1.0, 0.95, 1.03).is_narrow
 
 
 def test_rivals_are_every_kind_with_and_without_recomputation() -> None:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.refine import best_of, summarize, with_compute, with_links
+from benchmarks.refine import _needed, over_best, summarize, with_compute, with_links
 from benchmarks.support.candidates import given_device
 from osdp.hardware.profile import OptimizerProfile, PassProfile, Profile, SegmentProfile
 
@@ -20,14 +20,25 @@ def test_wrong_figures_are_as_wrong_as_they_are_said_to_be() -> None:
     assert found.segments[0].saved_bytes == 6 and found.optimizer == profile.optimizer
 
 
-def test_the_best_plan_is_chosen_on_the_first_half_of_the_rounds() -> None:
-    assert best_of({"a": [1.0, 1.0, 9.0, 9.0], "b": [2.0, 2.0, 1.0, 1.0]}) == "a"
+def test_the_best_plan_is_compared_on_rounds_that_did_not_choose_it() -> None:
+    # In the even rounds a is faster, by chance; far is no rival of theirs.
+    seconds = {"a": [1.0, 3.0] * 12, "b": [2.0, 2.0] * 12, "far": [9.0] * 20, "recorded": [0.1] * 24}
+    best, ratio = over_best(seconds, "b")
+    assert best == "a" and ratio.median == pytest.approx(1 / 1.25)
+    assert over_best(seconds, "far")[1].median == pytest.approx(1 / ((3 / 9 + 2 / 9) / 2))
+
+
+def test_plans_are_timed_until_their_intervals_are_narrow() -> None:
+    seconds = {"truth": [1.0] * 20, "a": [1.0] * 20, "slow": [2.0] * 20, "recorded": [1.01] * 20}
+    assert _needed({"truth", "a", "slow"}, seconds) == set()
+    assert _needed({"truth", "b"}, seconds | {"b": [0.9, 1.1] * 10}) == {"truth", "a", "b"}
+    assert _needed({"truth"}, seconds | {"recorded": [0.9, 1.1] * 10}) == {"truth", "recorded"}
 
 
 def row(**changes: Any) -> dict[str, Any]:
     good = {
         "over_best": 1.0, "steps_to_final": 12, "switches_after_final": 0, "over_limit": False,
-        "recorded_over_plain": [0.99, 1.02, 1.04], "first": "plan 1",
+        "recorded_over_plain": [0.99, 1.02, 1.04], "first": "plan 1", "too_noisy": False,
     }  # fmt: skip
     return good | changes
 
