@@ -10,6 +10,7 @@ from dataclasses import replace
 from osdp.cost.sharding.problem import ShardingProblem, cost_root
 from osdp.cost.sharding.simulate import StepEstimate, simulate_units
 from osdp.cost.sharding.solution import ShardingSolution, solution_root
+from osdp.cost.sharding.strategies import UnitSpan
 from osdp.model.description import Operator
 from osdp.plan.search_options import SearchOptions
 from osdp.plan.sharding import Mode
@@ -54,26 +55,32 @@ def _together(
     """The best of ``others``, with those changes of the rest that still improve it."""
     found, *rest = others
     root, limit = solution_root(problem, found), problem.device.memory_limit
-    changed = _places(start, found)
+    changed, _ = _change(start, found)
+    taken = set(changed)
     for other in rest:
-        places = _places(start, other)
+        changed, its = _change(start, other)
         # Changes of one unit contradict each other: "keep its block's activations", "recompute it in slices".
-        if places & changed:
+        if not its or not taken.isdisjoint(changed):
             continue
-        units = tuple(
-            its if place in places else own
-            for place, (its, own) in enumerate(zip(other.units, found.units, strict=True))
-        )
+        units = tuple(sorted((*(unit for unit in found.units if unit[0] not in changed), *its)))
         outcome = simulate_units(problem, units, root)
         if outcome.peak <= limit and _is_better(outcome, found.outcome):
-            found, changed = replace(found, units=units, outcome=outcome), changed | places
+            found = replace(found, units=units, outcome=outcome)
+            taken.update(changed)
     return found
 
 
-def _places(start: ShardingSolution, other: ShardingSolution) -> set[int]:
-    """The units in which ``other`` differs from ``start``."""
-    units = zip(other.units, start.units, strict=True)
-    return {place for place, (its, before) in enumerate(units) if its != before}
+def _change(start: ShardingSolution, other: ShardingSolution) -> tuple[range, tuple[UnitSpan, ...]]:
+    """The operators whose units differ from those of ``start``, and their units in ``other``.
+
+    They may be more or fewer units: a block that is one unit can become one of each operator in slices.
+    """
+    its = set(other.units)
+    changed = [unit for unit in start.units if unit not in its]
+    if not changed:
+        return range(0), ()
+    operators = range(changed[0][0], changed[-1][1])
+    return operators, tuple(unit for unit in other.units if unit[0] in operators)
 
 
 def _is_better(other: StepEstimate, own: StepEstimate) -> bool:

@@ -9,7 +9,7 @@ from osdp.cost.sharding.simulate import simulate_units
 from osdp.cost.sharding.solution import ShardingSolution
 from osdp.cost.sharding.strategies import FULL_SHARD, NO_SHARD, UnitStrategy
 from osdp.model.training import Training
-from osdp.plan.search_options import SearchOptions
+from osdp.plan.search_options import SLICES, SearchOptions
 from osdp.search.sharding.single_changes import _changes, with_single_changes
 from osdp.search.sharding.solve import solve
 from tests.helpers.problems import random_device, random_model
@@ -42,3 +42,24 @@ def test_no_single_change_is_left_that_is_better(seed: int, strategy: UnitStrate
     best = solve(problem, limit)
     assert best is not None
     assert best.outcome.seconds <= found.outcome.seconds * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("seed", [4, 8, 18, 19])
+def test_a_block_of_several_units_may_become_one(seed: int) -> None:
+    """The two best changes of such plans were to one unit a block, and were compared unit by unit."""
+    model_desc, profile = random_model(seed, 3, 2)
+    problem = build_problem(model_desc, profile, random_device(seed), Training())
+    chain, again = problem.timeline.chain, NO_SHARD._replace(recomputed=True)
+    units = tuple(
+        (index, index + 1, FULL_SHARD if operator.block is None else again)
+        for index, operator in enumerate(chain)
+    )
+    outside = tuple(problem.timeline.root)
+    root = cost_root(problem, (), outside, has_unit=False)
+    outcome = simulate_units(problem, units, root)
+    start = ShardingSolution(units, (), outside, (), outcome, num_rows=0, bound=0.0)
+    problem = replace(problem, device=replace(problem.device, memory_limit=int(outcome.peak)))
+    found = with_single_changes(problem, start, SearchOptions(slices=SLICES, recompute=True))
+    assert len(found.units) < len(units) and found.outcome.seconds < outcome.seconds
+    assert [unit[0] for unit in found.units] == [0, *(unit[1] for unit in found.units[:-1])]
+    assert simulate_units(problem, found.units, root) == found.outcome
