@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from osdp.arrays import Bools, Floats
+from osdp.arrays import Bools, Floats, Ints
 from osdp.cost.sharding.end_of_step import cast_row, final_row, step_row
 from osdp.cost.sharding.memory import (
     MOMENTS,
@@ -55,6 +55,28 @@ def memory_row(
         values = MOMENTS[moment.kind](_RowView(problem, units, root, gradients, moment))
         row, constant = values[:-1], float(values[-1])
     return row + always(units, problem, gradients), root_always(problem, root) + constant
+
+
+def own_rows(problem: ShardingProblem, units: UnitCosts, kind: str, where: Ints) -> Floats:
+    """Bytes of each unit at a moment of its own, without what depends on its neighbours, shape ``(U,)``.
+
+    Args:
+        problem: The step to plan.
+        units: Candidate units.
+        kind: A kind of moment in backward.
+        where: Where the moment of each unit is, as in :class:`PeakMoment`, ``(U,)``.
+    """
+    gradients = lasting_gradients(units, problem)
+    moment = PeakMoment(kind, where)  # type: ignore[arg-type]  # one for each unit
+    values = MOMENTS[kind](_OwnView(problem, units, RootUnitCost(), gradients, moment))
+    return values[:-1] + always(units, problem, gradients)
+
+
+def fixed_bytes(problem: ShardingProblem, root: RootUnitCost, kind: str, where: Ints) -> Floats:
+    """Bytes outside the chain's units at moments of a kind in backward, beside those that last."""
+    backward = root.backward
+    fixed = {"backward": backward.peak, "reduce": backward.end}
+    return fixed.get(kind, backward.start)[where]
 
 
 @dataclass(frozen=True)
@@ -178,3 +200,11 @@ class _RowView:
         most = float(np.max(values[chosen], initial=0.0))
         nearer = eligible & ((begins > start) if is_last else (begins < start))
         return np.where(chosen, values, 0.0) - np.where(nearer, most, 0.0)
+
+
+class _OwnView(_RowView):
+    """Candidates of which each is looked at in a moment of its own."""
+
+    def fixed(self, values: Floats, index: Any) -> Floats:
+        # Moments differ in it: see `fixed_bytes`.
+        return self._row(0.0)

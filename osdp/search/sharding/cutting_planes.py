@@ -9,10 +9,11 @@ One round::
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
-from osdp.arrays import Floats
+from osdp.arrays import Floats, Ints
 from osdp.cost.sharding.memory import PeakMoment
 from osdp.cost.sharding.peaks import mildest_violation
 from osdp.cost.sharding.problem import RootUnitCost, ShardingProblem
@@ -35,7 +36,9 @@ from osdp.search.sharding.chain import (
     relaxation,
 )
 from osdp.search.sharding.chain_problem import arrangements, candidates_of, chain_problem
+from osdp.search.sharding.fitting_chains import CandidateNeeds, FittingChains
 from osdp.search.sharding.initial_plans import best_initial_plan
+from osdp.search.sharding.linear_relaxation import relax
 from osdp.search.sharding.local_search import Pattern, improve_locally, patterns_of
 
 MasterSolver = Callable[[ChainProblem, float, Sequence[int], DualPrices | None], ChainSolution]
@@ -57,6 +60,10 @@ _MOST_LOOKS, _LOOKS_TO_BEAT = 16, 12
 #: Peak, relative to the limit, above which a plan says little about the blocks that are too high in a nearly
 #: feasible one.
 _NEAR = 1.2
+#: Maximum number of rounds of chains whose units fit, and how many of a round's are simulated.
+_CHAIN_ROUNDS, _CHAINS_SIMULATED = 6, 10
+#: Factors by which memory is made dearer than in the relaxation, for chains that take less of it.
+_DEARER = (1.1, 1.5, 2.0, 4.0, 8.0, 16.0)
 #: Relative gap below which a first look is not widened; a tenth of HiGHS's own tolerance.
 CLOSE_ENOUGH = 1e-5
 
@@ -66,12 +73,19 @@ class CostedCandidates:
     """Candidate units with their costs; shared by all root choices with the same candidates.
 
     Attributes:
+        problem: The step to plan.
         space: The candidates.
         units: Costs of each of them as a unit.
     """
 
+    problem: ShardingProblem
     space: CandidateUnits
     units: UnitCosts
+
+    @cached_property
+    def needs(self) -> CandidateNeeds:
+        """What each of them needs where memory peaks."""
+        return CandidateNeeds.of(self.problem, self.space, self.units)
 
     @classmethod
     def of(cls, problem: ShardingProblem, options: SearchOptions, *, root_unit: bool) -> "CostedCandidates":
@@ -88,7 +102,7 @@ class CostedCandidates:
         )
         strategies = space.table[space.strategy]
         units = cost_units(problem.costs, space.start, space.stop, strategies, problem.device)
-        return cls(space, units)
+        return cls(problem, space, units)
 
 
 class CuttingPlaneSearch:
@@ -103,7 +117,7 @@ class CuttingPlaneSearch:
         solver: MasterSolver,
     ) -> None:
         self._problem, self._root, self._limit, self._solver = problem, root, limit, solver
-        self._space, self._candidates = candidates.space, candidates.units
+        self._costed, self._space, self._candidates = candidates, candidates.space, candidates.units
         self.bound = 0.0
         #: Whether no wider search is made.
         self.ended = False
@@ -183,6 +197,60 @@ class CuttingPlaneSearch:
                 self._width *= 2
                 widths = (self._width,)
         return best
+
+    def tightened(
+        self, upper: float, deadline: Deadline = NO_DEADLINE
+    ) -> tuple[StepEstimate, tuple[UnitSpan, ...]] | None:
+        """Units that beat ``upper`` seconds, or a higher :attr:`bound`, by the chains whose units can fit."""
+        if not self._space.num_items or np.isinf(self._limit):
+            return None
+        chains = FittingChains.of(self._costed.needs, self._root, self._limit)
+        if not chains.any_fits:
+            self.bound = upper
+            return None
+        best = None
+        for _ in range(_CHAIN_ROUNDS):
+            if deadline.is_over or self.is_proven(upper):
+                break
+            bound, columns = self._relaxed_chains(chains)
+            self.bound = min(upper, max(bound, self.bound))
+            known = self.num_rows
+            for column in columns[-_CHAINS_SIMULATED:]:
+                units = tuple(self._space.spans(column))
+                self._patterns |= dict.fromkeys(patterns_of(self._space, units))
+                outcome = simulate_units(self._problem, units, self._root)
+                if outcome.peak > self._limit:
+                    self._cut_moment(outcome.moment)
+                elif outcome.seconds < upper:
+                    best, upper = (outcome, units), outcome.seconds
+                self._cut_time(outcome.cut)
+            if self.num_rows == known:
+                break
+        return best
+
+    def _relaxed_chains(self, chains: FittingChains) -> tuple[float, list[Ints]]:
+        """A bound by the rows and mixtures of ``chains``, infinite if none fits, and the chains it tried."""
+        rows, constant, caps, times = self._stacked(list(self._times.values()), list(self._moments.values()))
+        room = constant - np.where(np.isfinite(caps), caps, 0.0)
+        columns: list[Ints] = []
+        bound = 0.0
+
+        def price(weights: Floats) -> Floats:
+            nonlocal bound
+            found = chains.cheapest(rows @ weights)
+            columns.append(found)
+            total = rows[found].sum(axis=0)
+            seconds = float(weights[:times].sum())
+            if seconds > 0:
+                bound = max(bound, float((total + room) @ weights) / seconds)
+            return np.asarray(total[None])
+
+        relaxed = relax(price, np.ones(1), constant, caps, times)
+        # Mixtures are of chains that take too much and too little. Those that fit lie between.
+        for factor in _DEARER:
+            dearer = np.where(np.isfinite(caps), factor * relaxed.weights, relaxed.weights)
+            columns.append(chains.cheapest(rows @ dearer))
+        return (bound if relaxed.feasible else np.inf), columns
 
     def is_proven(self, seconds: float) -> bool:
         """Whether nothing is faster than so many seconds, as far as that matters."""
@@ -304,10 +372,7 @@ class CuttingPlaneSearch:
     ) -> "_Relaxed":
         """The best units under the rows so far, with their simulated step."""
         # 1. Dual costs of all rows, by the linear relaxation.
-        rows = np.stack([row for row, _ in (*objectives, *bounded)], axis=1)
-        constant = np.array([constant for _, constant in (*objectives, *bounded)])
-        caps = np.array([np.inf] * len(objectives) + [self._limit] * len(bounded))
-        times = len(objectives)
+        rows, constant, caps, times = self._stacked(objectives, bounded)
         # Rows are only ever added, so their numbers identify them.
         key = times, len(bounded)
         if key not in self._duals:
@@ -342,6 +407,15 @@ class CuttingPlaneSearch:
         chosen, outcome = min(options, key=lambda option: (option[1].peak > self._limit, option[1].seconds))
         self._patterns |= dict.fromkeys(patterns_of(self._space, chosen))
         return _Relaxed(solution.value, solution.bound, chosen, outcome)
+
+    def _stacked(
+        self, objectives: list[tuple[Floats, float]], bounded: list[tuple[Floats, float]]
+    ) -> tuple[Floats, Floats, Floats, int]:
+        """All rows ``(E, R)``, their constants and caps ``(R,)``, and the number of times among them."""
+        rows = np.stack([row for row, _ in (*objectives, *bounded)], axis=1)
+        constant = np.array([constant for _, constant in (*objectives, *bounded)])
+        caps = np.array([np.inf] * len(objectives) + [self._limit] * len(bounded))
+        return rows, constant, caps, len(objectives)
 
     def _simulated(self, paths: Sequence[Sequence[int]]) -> tuple[tuple[UnitSpan, ...], StepEstimate]:
         """Units of the paths through all items, and their simulated step."""

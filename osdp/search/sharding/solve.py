@@ -84,10 +84,13 @@ def solve_bounded(
         searches.append((search, choice))
         found = search.fastest(upper, deadline)
         undecided |= found is None and not search.impossible
-        if found is not None:
-            outcome, units = search.improved(*found)
-            upper = outcome.seconds
-            best = choice.solution(units, outcome, search.num_rows, search.bound)
+        for further in (search.tightened, None):
+            if found is not None:
+                outcome, units = search.improved(*found)
+                upper = outcome.seconds
+                best = choice.solution(units, outcome, search.num_rows, search.bound)
+            # Where the rows prove too little: once more, by the chains whose units can fit.
+            found = further(upper, deadline) if further is not None and np.isfinite(upper) else None
     if best is None and undecided and np.isinf(upper):
         # A search of bounded width may miss feasible plans: the lowest peak that can be found decides.
         lowest = min_peak_solution(problem, options=options, enough=limit, solver=solver)

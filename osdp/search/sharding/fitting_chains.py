@@ -1,0 +1,353 @@
+"""Chains of units that fit beside their neighbours: a relaxation that knows what a limit forbids where.
+
+Rows bound sums over the chain, so their relaxation takes a little of a unit that is too large for its place
+and much of one that fits. Where memory decides block by block that bound is far off: the last dozen of
+GPT-3's 96 blocks had to run in slices, and a twelfth of their price was enough for it. Here a unit is left
+out wherever it cannot fit, given what is known of the rest of the chain:
+
+- whether the nearest sharded unit before it is large, which is gathered ahead in its backward, and whether
+  the one behind it is, whose gradients are still being reduced (at least *ahead* and *behind* bytes);
+- by how much the items before it keep more than they must, in steps of a part of the room that is left.
+
+The cheapest chain under any prices of the rows is a shortest path through these states (with a resource,
+Irnich and Desaulniers, "Shortest Path Problems with Resource Constraints", in: Column Generation, 2005), and
+a column for :func:`osdp.search.sharding.linear_relaxation.relax`.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+import numpy as np
+
+from osdp.arrays import Bools, Floats, Ints
+from osdp.cost.sharding.memory import (
+    REGION_KINDS,
+    always,
+    lasting_gradients,
+    moment_kinds,
+    resharded,
+    root_always,
+    scattered_inputs,
+)
+from osdp.cost.sharding.problem import RootUnitCost, ShardingProblem
+from osdp.cost.sharding.rows import fixed_bytes, own_rows
+from osdp.cost.sharding.units import UnitCosts
+from osdp.search.sharding.candidates import CandidateUnits, Places
+
+#: Steps in which the items before a unit may keep more than they must; with more of them bounds hardly rise.
+_STEPS = 5
+#: States of a place in a chain: step, whether a large unit is before, whether one is behind.
+_SHAPE = (_STEPS + 1, 2, 2)
+_STATES = 4 * (_STEPS + 1)
+
+#: Moments of backward, where memory peaks, and those of them at which the unit before is gathered ahead and
+#: the input of the reduce-scatter of the unit behind is held.
+_KINDS = ("backward", "backward_unshard", "prefetch", "reduce")
+_AHEAD, _BEHIND = ("backward", "prefetch", "reduce"), ("backward", "backward_unshard", "prefetch")
+
+
+@dataclass(frozen=True)
+class FittingChains:
+    """All chains of candidate units that may fit.
+
+    Attributes:
+        source: For each step of a chain, the place and state it starts from, shape ``(T,)``.
+        candidate: The unit that it takes, shape ``(T,)``.
+        target: The place and state it leads to, ascending, shape ``(T,)``.
+        num_places: Number of places: the last one is the chain's end.
+    """
+
+    source: Ints
+    candidate: Ints
+    target: Ints
+    num_places: int
+
+    @classmethod
+    def of(cls, needs: "CandidateNeeds", root: RootUnitCost, limit: float) -> "FittingChains":
+        """The chains under a limit of bytes per device.
+
+        Args:
+            needs: The candidate units, with the bytes they need.
+            root: Costs of the operators outside the chain.
+            limit: Bytes per device.
+        """
+        facts, space = _Facts.of(needs, root, limit), needs.paths.space
+        columns, begin = [], 0
+        for item in range(space.num_items):
+            start, stop, end = space.places[item]
+            columns.append(facts.steps(space.inner[item], begin + start, begin + stop))
+            begin += end
+        source, candidate, target = np.concatenate(columns, axis=1)
+        order = np.argsort(target, kind="stable")
+        return cls(source[order], candidate[order], target[order], begin + 1)
+
+    @cached_property
+    def _stages(self) -> list[tuple[Ints, Ints, Ints, Ints]]:
+        """By place: sources and candidates of its steps, the first step of each state, and the states."""
+        places = self.target // _STATES
+        bounds = np.flatnonzero(np.diff(places, prepend=-1, append=-1))
+        found = []
+        for begin, end in pairwise(bounds.tolist()):
+            target = self.target[begin:end]
+            first = np.flatnonzero(np.diff(target, prepend=-1))
+            found.append((self.source[begin:end], self.candidate[begin:end], first, target[first]))
+        return found
+
+    @property
+    def any_fits(self) -> bool:
+        """Whether there is any chain."""
+        return bool(np.isfinite(self._least(np.zeros(self.candidate.max(initial=-1) + 1))[1]).any())
+
+    def cheapest(self, costs: Floats) -> Ints:
+        """Candidates of the chain with the least sum of ``costs``, shape ``(E,)``, if any fits."""
+        least, ends = self._least(costs)
+        state, chosen = (self.num_places - 1) * _STATES + int(np.argmin(ends)), []
+        while state >= _STATES:
+            begin, end = np.searchsorted(self.target, (state, state + 1))
+            step = begin + int(np.argmin(least[self.source[begin:end]] + costs[self.candidate[begin:end]]))
+            chosen.append(int(self.candidate[step]))
+            state = int(self.source[step])
+        return np.array(chosen[::-1])
+
+    def _least(self, costs: Floats) -> tuple[Floats, Floats]:
+        """The least sum of ``costs`` up to each state, and to those in which a chain can end."""
+        least = np.full(self.num_places * _STATES, np.inf)
+        # Nothing before the first unit is sharded; what is behind it is found out.
+        least[:2] = 0.0
+        for source, candidate, first, states in self._stages:
+            least[states] = np.minimum.reduceat(least[source] + costs[candidate], first)
+        # Behind the last unit there is nothing.
+        ends = least.reshape(self.num_places, *_SHAPE)[-1].copy()
+        ends[..., 1] = np.inf
+        return least, ends
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """What decides where candidates fit; arrays over the ``E`` candidates.
+
+    Attributes:
+        sharded: Whether it is a unit that is gathered.
+        large_before: Whether it is one that takes at least *ahead* bytes when it is gathered ahead.
+        large_behind: Whether it is one whose reduce-scatter holds at least *behind* bytes.
+        left: Bytes that are left at its fullest moment at least, by the large units beside it,
+            shape ``(2, 2, E)``.
+        step: Bytes of a step of what earlier items keep.
+        more: Steps by which an item that ends with it keeps more than it must.
+    """
+
+    sharded: Bools
+    large_before: Bools
+    large_behind: Bools
+    left: Floats
+    step: float
+    more: Ints
+
+    @classmethod
+    def of(cls, needs: "CandidateNeeds", root: RootUnitCost, limit: float) -> "_Facts":
+        problem, units, paths = needs.problem, needs.units, needs.paths
+        ahead, behind = paths.common(needs.gathered), paths.common(needs.reduced)
+        # 1. What the items before and behind a moment hold at least, and so the room for each.
+        held_before, held_behind = paths.least(needs.before), paths.least(needs.behind)
+        others = np.cumsum(held_before) - held_before  # (items,)
+        others += np.cumsum(held_behind[::-1])[::-1] - held_behind
+        room = limit - root_always(problem, root) - others
+        # 2. The least that is left at any moment of each candidate, and of each item.
+        left = np.full((2, 2, len(units.start)), np.inf)
+        loosest = np.inf
+        for moment in needs.moments:
+            fixed = fixed_bytes(problem, root, moment.kind, moment.where)
+            spare = paths.of_items(room) - fixed - moment.needed
+            loosest = min(loosest, float(paths.most(spare).min()))
+            # Without a root unit nothing is gathered ahead before the backward of a sharded unit has begun.
+            gathers = (moment.kind in _AHEAD) & (units.sharded | root.has_unit)
+            more_before = np.where(moment.inside & gathers, ahead, 0.0)
+            more_behind = np.where(moment.inside & (moment.kind in _BEHIND), behind, 0.0)
+            for large_before, large_behind in np.ndindex(2, 2):
+                beside = large_before * more_before + large_behind * more_behind
+                left[large_before, large_behind] = np.minimum(
+                    left[large_before, large_behind], spare - beside
+                )
+        # 3. Steps of what each item keeps beyond the least, known where it ends.
+        step = max(loosest, 1.0) / _STEPS
+        beyond = paths.ending_with(needs.before) - paths.of_items(held_before)
+        more = np.clip(beyond / step + 1e-9, 0, _STEPS).astype(np.int64)
+        return cls(
+            sharded=units.sharded,
+            large_before=units.sharded & (needs.gathered >= ahead) & (ahead > 0),
+            large_behind=units.sharded & (needs.reduced >= behind) & (behind > 0),
+            left=left,
+            step=step,
+            more=np.where(paths.is_last, more, 0),
+        )
+
+    def steps(self, inner: slice, start: Ints, stop: Ints) -> Ints:
+        """Steps by the candidates of one item: sources, candidates and targets, ``(3, T)``."""
+        sharded = self.sharded[inner]
+        levels = np.arange(_STEPS + 1)
+        # (candidates, level, large before, large behind)
+        fits = self.left[:, :, inner].transpose(2, 0, 1)[:, None] >= (self.step * levels)[:, None, None] - 1
+        place, level, before, behind = np.nonzero(fits)
+        own = np.arange(inner.start, inner.stop)[place]
+        # Before a sharded unit, the next one is itself; behind it, the last one is.
+        is_sharded = sharded[place]
+        source_behind = np.where(is_sharded, self.large_behind[own], behind)
+        target_before = np.where(is_sharded, self.large_before[own], before)
+        target_level = np.minimum(level + self.more[own], _STEPS)
+        source = start[place] * _STATES + np.ravel_multi_index((level, before, source_behind), _SHAPE)
+        target = stop[place] * _STATES + np.ravel_multi_index((target_level, target_before, behind), _SHAPE)
+        return np.stack([source, own, target])
+
+
+@dataclass(frozen=True)
+class _Moment:
+    """A moment of backward in each candidate's item.
+
+    Attributes:
+        kind: One of :data:`_KINDS`.
+        where: Region or operator of the chain, shape ``(E,)``.
+        inside: Whether it is inside the candidate, shape ``(E,)``.
+        needed: The least bytes of any way through the item with the candidate, shape ``(E,)``; no bytes where
+            the item is shorter.
+    """
+
+    kind: str
+    where: Ints
+    inside: Bools
+    needed: Floats
+
+
+@dataclass(frozen=True)
+class CandidateNeeds:
+    """Bytes that candidates need, whatever is outside the chain; arrays over the ``E`` candidates.
+
+    Attributes:
+        problem: The step to plan.
+        units: Costs of the candidates.
+        paths: Ways through the items.
+        gathered: Bytes that are gathered ahead before the candidate's backward.
+        reduced: Bytes that its reduce-scatter holds in the backward of the unit before.
+        before: Bytes that it holds at moments behind its item, at least.
+        behind: Bytes that it holds at moments before its item.
+        moments: All moments of backward.
+    """
+
+    problem: ShardingProblem
+    units: UnitCosts
+    paths: "_Paths"
+    gathered: Floats
+    reduced: Floats
+    before: Floats
+    behind: Floats
+    moments: tuple[_Moment, ...]
+
+    @classmethod
+    def of(cls, problem: ShardingProblem, space: CandidateUnits, units: UnitCosts) -> "CandidateNeeds":
+        """The needs of the candidates of ``space``.
+
+        Args:
+            problem: The step to plan.
+            space: Candidate units.
+            units: Their costs.
+        """
+        gradients = lasting_gradients(units, problem)
+        lasting = always(units, problem, gradients)
+        saving = problem.timeline.recompute.saving[units.start]
+        paths, longest = _Paths(space), int(np.diff(space.bounds).max())
+        return cls(
+            problem=problem,
+            units=units,
+            paths=paths,
+            gathered=resharded(units, gathering=False),
+            reduced=np.where(units.sharded, scattered_inputs(units, problem.settings), 0.0),
+            before=lasting + units.kept - np.where(units.recomputed, saving, 0.0),
+            behind=lasting + gradients.after,
+            moments=tuple(
+                _moment(problem, units, paths, kind, place)
+                for kind in _KINDS
+                if kind in moment_kinds(problem)
+                for place in range(2 * longest + 1 if kind in REGION_KINDS else longest)
+            ),
+        )
+
+
+def _moment(problem: ShardingProblem, units: UnitCosts, paths: "_Paths", kind: str, place: int) -> _Moment:
+    """The moments so far from the beginning of each item: in regions, or in operators."""
+    in_regions = kind in REGION_KINDS
+    where = (2 if in_regions else 1) * paths.first + place
+    last = 2 * paths.end if in_regions else paths.end - 1
+    exists, where = where <= last, np.minimum(where, last)
+    region = where if in_regions else 2 * where + 1
+    inside = exists & (2 * units.start + 1 <= region) & (region <= 2 * units.stop - 1)
+    needed = np.where(exists, paths.through(own_rows(problem, units, kind, where)), -np.inf)
+    return _Moment(kind, where, inside, needed)
+
+
+class _Paths:
+    """Ways through the items of a space, and their least sums of what candidates add; arrays ``(E,)``."""
+
+    def __init__(self, space: CandidateUnits) -> None:
+        self.space = space
+        sizes = [inner.stop - inner.start for inner in space.inner]
+        self._item = np.repeat(np.arange(space.num_items), sizes)
+        bounds = np.array(space.bounds)
+        #: First operator of each candidate's item, and one past its last.
+        self.first, self.end = bounds[self._item], bounds[self._item + 1]
+        #: Whether each candidate ends its item.
+        self.is_last = np.concatenate([stop == end for _, stop, end in space.places])
+        self._known: dict[tuple[bytes, bytes], tuple[Floats, Floats]] = {}
+
+    def of_items(self, values: Floats) -> Floats:
+        """``values`` of the items, ``(items,)``, for each of their candidates."""
+        return values[self._item]
+
+    def common(self, values: Floats) -> float:
+        """What the largest candidate of each item of several operators has at least; 0 if none has any."""
+        sizes = np.diff(self.space.bounds)
+        largest = [
+            values[inner].max() for inner, size in zip(self.space.inner, sizes, strict=True) if size > 1
+        ]
+        return float(min((value for value in largest if value > 0), default=0.0))
+
+    def most(self, values: Floats) -> Floats:
+        """The largest of ``values`` among the candidates of each item, ``(items,)``."""
+        return np.array([values[inner].max() for inner in self.space.inner])
+
+    def least(self, values: Floats) -> Floats:
+        """The least sum of each item, ``(items,)``."""
+        return np.array([self._sums(item, values)[0][-1] for item in range(self.space.num_items)])
+
+    def ending_with(self, values: Floats) -> Floats:
+        """The least sum up to each candidate, itself included."""
+        found = [self._sums(i, values)[0][p[0]] for i, p in enumerate(self.space.places)]
+        return np.asarray(np.concatenate(found) + values)
+
+    def through(self, values: Floats) -> Floats:
+        """The least sum of its item with each candidate."""
+        found = []
+        for item, (start, stop, _) in enumerate(self.space.places):
+            so_far, ahead = self._sums(item, values)
+            found.append(so_far[start] + ahead[stop])
+        return np.asarray(np.concatenate(found) + values)
+
+    def _sums(self, item: int, values: Floats) -> tuple[Floats, Floats]:
+        """The least sums from an item's beginning to each of its places, and from there to its end."""
+        places, mine = self.space.places[item], values[self.space.inner[item]]
+        key = places[0].tobytes() + places[1].tobytes(), mine.tobytes()
+        if key not in self._known:
+            self._known[key] = _sums(places, mine)
+        return self._known[key]
+
+
+def _sums(places: Places, values: Floats) -> tuple[Floats, Floats]:
+    start, stop, end = places
+    so_far, ahead = np.full(end + 1, np.inf), np.full(end + 1, np.inf)
+    so_far[0] = ahead[end] = 0.0
+    for place in range(1, end + 1):
+        into = stop == place
+        so_far[place] = np.min(so_far[start[into]] + values[into], initial=np.inf)
+    for place in range(end - 1, -1, -1):
+        out_of = start == place
+        ahead[place] = np.min(ahead[stop[out_of]] + values[out_of], initial=np.inf)
+    return so_far, ahead

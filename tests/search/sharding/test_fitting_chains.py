@@ -1,0 +1,78 @@
+"""Chains of units that fit beside their neighbours leave out no plan that fits, and many that do not."""
+
+import random
+
+import numpy as np
+import pytest
+
+from osdp.arrays import Ints
+from osdp.cost.sharding.simulate import simulate_units
+from osdp.plan.search_options import SearchOptions
+from osdp.search.sharding.candidates import CandidateUnits
+from osdp.search.sharding.cutting_planes import CostedCandidates
+from osdp.search.sharding.fitting_chains import FittingChains
+from osdp.search.sharding.root_unit import root_choices
+from tests.helpers.problems import random_problem
+from tests.search.sharding.test_solve import RULES, VARIANTS, following
+
+PLANS, NEAREST = 150, 12
+
+
+def any_plan(space: CandidateUnits, draw: random.Random) -> Ints:
+    """Candidates that partition the chain."""
+    taken: list[int] = []
+    while not taken or space.stop[taken[-1]] < space.bounds[-1]:
+        position = int(space.stop[taken[-1]]) if taken else 0
+        taken.append(draw.choice(following(space, position, taken)))
+    return np.array(taken)
+
+
+def contains(chains: FittingChains, plan: Ints, num_candidates: int) -> bool:
+    costs = np.ones(num_candidates)
+    costs[plan] = 0.0
+    return chains.any_fits and set(chains.cheapest(costs)) == set(plan)
+
+
+@pytest.mark.parametrize("variant", range(len(VARIANTS)))
+@pytest.mark.parametrize("rules", RULES, ids=("plain", "wide", "host"))
+def test_every_plan_that_fits_is_a_chain(variant: int, rules: SearchOptions) -> None:
+    problem = random_problem(variant, 3, 3, **VARIANTS[variant])
+    draw, left_out = random.Random(variant), 0
+    for choice in root_choices(problem.timeline.root, rules):
+        root = choice.cost(problem)
+        found = CostedCandidates.of(problem, rules, root_unit=root.has_unit)
+        space, count = found.space, len(found.space.start)
+        plans = [any_plan(space, draw) for _ in range(PLANS)]
+        peaks = np.array([simulate_units(problem, space.spans(plan), root).peak for plan in plans])
+        order = np.argsort(peaks)
+        for share in (0.0, 0.05, 0.3, 0.7):
+            last = int(share * PLANS)
+            chains = FittingChains.of(found.needs, root, float(peaks[order[last]]))
+            # Those that just fit are the ones that a bound which is too high would leave out.
+            for place in range(max(last - NEAREST, 0), last + 1):
+                assert contains(chains, plans[order[place]], count)
+            left_out += sum(not contains(chains, plans[place], count) for place in order[-NEAREST:])
+    assert left_out
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_cheapest_chain_is_the_cheapest_of_all_plans(seed: int) -> None:
+    problem = random_problem(seed, 2, 2)
+    rules = SearchOptions(slices=(2,), recompute=True)
+    choice = root_choices(problem.timeline.root, rules)[0]
+    found = CostedCandidates.of(problem, rules, root_unit=choice.has_unit)
+    chains = FittingChains.of(found.needs, choice.cost(problem), 1e15)
+    draw = np.random.default_rng(seed)
+    costs = draw.random(len(found.space.start))
+    cheapest = float(costs[chains.cheapest(costs)].sum())
+    plans = [any_plan(found.space, random.Random(number)) for number in range(200)]
+    assert cheapest <= min(float(costs[plan].sum()) for plan in plans)
+    bounds = [0, *found.space.stop[chains.cheapest(costs)].tolist()]
+    assert bounds[:-1] == found.space.start[chains.cheapest(costs)].tolist()
+
+
+def test_under_a_limit_that_nothing_fits_there_is_no_chain() -> None:
+    problem = random_problem(0, 2, 2)
+    choice = root_choices(problem.timeline.root, SearchOptions())[0]
+    found = CostedCandidates.of(problem, SearchOptions(), root_unit=choice.has_unit)
+    assert not FittingChains.of(found.needs, choice.cost(problem), 1.0).any_fits
