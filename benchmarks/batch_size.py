@@ -19,13 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.contest import (
-    FINALISTS,
-    LOSS_TOLERANCE,
-    is_narrow,
-    measure_step,
-    over_best_rival,
-)
+from benchmarks.contest import FINALISTS, LOSS_TOLERANCE, measure_step
 from benchmarks.support import harness
 from benchmarks.support.baselines import TrainStep, rank_batches, reference_losses
 from benchmarks.support.candidates import Setting, live_mesh, make_setting_together
@@ -35,6 +29,7 @@ from benchmarks.support.launch import WorkerError
 from benchmarks.support.live_bytes import LiveBytes, NoCompilerError, preload
 from benchmarks.support.models import CASES
 from benchmarks.support.testbed import NetworkUnavailableError, launch_over
+from benchmarks.support.timing import over_best_rival
 from benchmarks.support.turns import take_turns
 from osdp import OSDP, DeviceInfo, InfeasibleError, Plan, Training, codec
 from osdp.text import format_bytes
@@ -258,7 +253,7 @@ def _outcome(claim: Claim, row: Row) -> Row:
         "batch_ratio": row["osdp_largest"] / row["rivals_largest"],
         "throughput_ratio": ratio.median,
         "throughput_interval": [ratio.low, ratio.high],
-        "too_noisy": not is_narrow(ratio),
+        "too_noisy": not ratio.is_narrow,
         "loss_expected": expected,
     }
     wrong = []

@@ -226,18 +226,23 @@ def refine(
 
 def over_best(seconds: Mapping[str, list[float]], final: str) -> tuple[str, Ratio]:
     """The best plan, and the seconds of the plan ``final`` over its."""
+    rivals = {name: seconds[name] for name in _fastest(seconds) if name != final}
+    if not rivals:
+        return final, Ratio(1.0, 1.0, 1.0)
+    best, ratio = over_best_rival(rivals, seconds[final])
+    return (best if ratio.median < 1 else final), ratio.inverse
+
+
+def _fastest(seconds: Mapping[str, list[float]]) -> list[str]:
+    """The plans that may be the best one, after the first rounds."""
     first = {name: median(times[:LEAST_ROUNDS]) for name, times in seconds.items() if name != RECORDED}
-    close = [name for name in first if first[name] <= (1 + SLOWER) * min(first.values()) or name == final]
-    best, ratio = over_best_rival({name: seconds[name] for name in close}, seconds[final])
-    return best, ratio.inverse
+    return [name for name in first if first[name] <= (1 + SLOWER) * min(first.values())]
 
 
 def _needed(finals: set[str], seconds: Mapping[str, list[float]]) -> set[str]:
     """Plans whose comparison, or the one of recorded steps, is still wide."""
     wide = {final for final in finals if not over_best(seconds, final)[1].is_narrow}
-    first = {name: median(times[:LEAST_ROUNDS]) for name, times in seconds.items() if name != RECORDED}
-    close = {name for name in first if first[name] <= (1 + SLOWER) * min(first.values())}
-    needed = wide | close if wide else set()
+    needed = wide.union(_fastest(seconds)) if wide else set()
     recorded = in_common(seconds[RECORDED], seconds["truth"])
     return needed | (set() if recorded.is_narrow else {RECORDED, "truth"})
 
@@ -251,9 +256,9 @@ def rows_of(case: str, *, steps: int, most_rounds: int) -> list[Row]:
         arguments = {"case": case, "busy": busy, "steps": steps, "most_rounds": most_rounds}
         ranks = launch("benchmarks.refine:refine", RANKS, arguments, timeout=TIMEOUT, environment=preload())
     except NoCompilerError as error:
-        return [{"name": case, "reason": str(error)}]
+        return [{"name": f"{case}, all starts", "reason": str(error)}]
     except WorkerError as error:
-        return [{"name": case, "error": str(error)}]
+        return [{"name": f"{case}, all starts", "error": str(error)}]
     expected = reference_losses(CASES[case], TRAINING, RANKS, COMPARED)[-1]
     return [row_of(case, name, ranks, expected) for name in ranks[0]["starts"]]
 
@@ -274,7 +279,7 @@ def row_of(case: str, name: str, ranks: list[dict[str, Any]], expected: float) -
     row: Row = {"name": f"{case}, {name}", "case": case, "limit": first["limit"]} | found
     row |= {
         "best": best,
-        "over_best": ratio.median,
+        "over_best": max(1.0, ratio.median),
         "interval": [ratio.low, ratio.high],
         "too_noisy": not ratio.is_narrow,
         "loss_difference": abs(loss - expected) / abs(expected),

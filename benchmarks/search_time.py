@@ -13,6 +13,9 @@ each of its problems and hands on the best it has by then. The gap is by how muc
 its plan has, negative where it is worse; the proven gap is the search's own bound. A comparison that does
 not end is left out, and the row says so.
 
+The largest wide searches are made under time limits, too, and models of thousands of small operators are
+described and planned.
+
     python -m benchmarks.search_time [--quick] [--json FILE]
 """
 
@@ -21,26 +24,34 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
+
 from benchmarks.support import harness
 from benchmarks.support.harness import Options, Result, Row
 from benchmarks.support.models import Case, bert, gpt2, llama
-from osdp import DeviceInfo, Link, ModelDesc, Training
+from osdp import DeviceInfo, Link, ModelDesc, Training, make_plan
 from osdp.cost.sharding.problem import ShardingProblem, build_problem
 from osdp.hardware.device_info import COLLECTIVES
 from osdp.plan.search_options import SHARDING, SLICES, SearchOptions
 from osdp.profiler.roofline import estimate
-from osdp.search.sharding.solve import min_peak, solve
+from osdp.search.deadline import Deadline
+from osdp.search.sharding.solve import min_peak, solve, solve_bounded
 from osdp.text import format_bytes
 
 GIB = 2**30
 #: Seconds HiGHS may take for each of its problems, and how many of them a row may take in time.
 MILP_SECONDS, QUICK_MILP_SECONDS = 5, 2
 MILP_ROUNDS = 16
+#: Time limits of a wide search, seconds.
+SEARCHED_FOR, QUICK_SEARCHED_FOR = (1.0, 10.0), (1.0,)
+#: Numbers of ``Linear(4, 4)``, of two parameters each.
+SMALL, QUICK_SMALL = (500, 2500), (500,)
 
 
 @dataclass(frozen=True)
@@ -115,6 +126,7 @@ PROBLEMS = (
     Problem(LLAMA, 64, 40 * GIB, EIGHT, "bfloat16"),
     Problem(_gpt2("gpt2-124m", 12, 768, 12), 8, 3 * GIB, (1, 2, 4)),
 )
+GPT2_ON_EIGHT = PROBLEMS[-1]
 QUICK = tuple(
     problem for problem in PROBLEMS if problem.case in (GPT3, ORIGINAL) and problem.world_size < 1024
 )
@@ -153,6 +165,53 @@ def solve_all(problem: Problem, model_desc: ModelDesc, *, milp_seconds: float | 
             }
         slowest = max(slowest, time.perf_counter() - started)
     return {"seconds": time.perf_counter() - begin, "slowest_batch_seconds": slowest, "plan": best}
+
+
+def row_within(problem: Problem, seconds: float) -> Row:
+    """The wide plans of each batch size that fits, each searched for under a time limit."""
+    model_desc = ModelDesc.from_module(problem.case.model(device="meta"), problem.case.sample(1))
+    device, found = problem.device(), {}
+    for batch in problem.batches:
+        sharding = sharding_problem(problem, model_desc, device, batch)
+        begin = time.perf_counter()
+        deadline = Deadline.after(seconds)
+        plan, _ = solve_bounded(sharding, problem.memory_limit, options=problem.options, deadline=deadline)
+        took = time.perf_counter() - begin
+        if plan is not None:
+            found[str(batch)] = {"seconds": took, "proven_gap": plan.gap, "step": plan.outcome.seconds}
+    row: Row = {"name": f"{problem.name}, within {seconds:g} s", "simulated": True, "batches": found}
+    if not found:
+        return row | {"error": "no batch size fits"}
+    return row | {
+        "limit_seconds": seconds,
+        "worst_proven_gap": max(each["proven_gap"] for each in found.values()),
+        "worst_seconds": max(each["seconds"] for each in found.values()),
+    }
+
+
+def row_of_small(layers: int) -> Row:
+    """Describe and plan a model of small operators, half way from the all-sharded to the replicated peak."""
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers)))
+    device, training = GPT2_ON_EIGHT.device(), Training(local_batch=8)
+    begin = time.perf_counter()
+    model_desc = ModelDesc.from_module(model, torch.zeros(8, 4))
+    described = time.perf_counter() - begin
+    peaks = [
+        make_plan(None, model_desc, device, training=training, strategy=strategy).predicted.peak_bytes
+        for strategy in ("FULL_SHARD", "NO_SHARD")
+    ]
+    limited = replace(device, memory_limit=sum(peaks) // 2)
+    begin = time.perf_counter()
+    plan = make_plan(None, model_desc, limited, training=training)
+    return {
+        "name": f"{layers} x Linear(4, 4)",
+        "simulated": True,
+        "parameters": 2 * layers,
+        "describe_seconds": described,
+        "plan_seconds": time.perf_counter() - begin,
+        "units": len(plan.units),
+        "basis": plan.basis,
+    }
 
 
 def sharding_problem(
@@ -242,7 +301,8 @@ def summarize(rows: list[Row]) -> dict[str, float | int | None]:
 
     Rows of sharding alone count with all their batches, wide ones with the slowest batch.
     """
-    narrow, wide = ([row for row in rows if row["wide"] is flag] for flag in (False, True))
+    narrow, wide = ([row for row in rows if row.get("wide") is flag] for flag in (False, True))
+    small = [row["describe_seconds"] + row["plan_seconds"] for row in rows if "plan_seconds" in row]
     checked = [row for row in rows if row.get("gap") is not None]
 
     def worst_gap(of: list[Row]) -> float | None:
@@ -256,6 +316,12 @@ def summarize(rows: list[Row]) -> dict[str, float | int | None]:
         "speedup_over_milp": min((row["speedup"] for row in checked), default=None),
         "worst_wide_seconds": max((row["slowest_batch_seconds"] for row in wide), default=None),
         "worst_wide_gap": worst_gap(wide),
+        "worst_small_seconds": max(small, default=None),
+    } | {
+        f"worst_proven_gap_in_{limit:g}_s": max(
+            row["worst_proven_gap"] for row in rows if row.get("limit_seconds") == limit
+        )
+        for limit in sorted({row["limit_seconds"] for row in rows if "limit_seconds" in row})
     }
 
 
@@ -265,6 +331,12 @@ def measure(options: Options) -> Result:
     result = Result(options)
     for problem in harness.progress(problems, len(problems), "search_time"):
         result.add(row_of(problem, repeats=2 if options.quick else 5, milp_seconds=limit))
+    for problem in problems:
+        if problem.case is GPT3 and problem.options is WIDE:
+            for seconds in QUICK_SEARCHED_FOR if options.quick else SEARCHED_FOR:
+                result.add(row_within(problem, seconds))
+    for layers in QUICK_SMALL if options.quick else SMALL:
+        result.add(row_of_small(layers))
     result.world_size = max(problem.world_size for problem in problems)
     result.summary = summarize(result.rows)
     return result
@@ -297,7 +369,20 @@ def main(arguments: list[str] | None = None) -> int:
         "problem", "operators", "batch", "describe, s", "search, s", "proven gap", "gap to HiGHS", "HiGHS, s",
         "speedup",
     ]  # fmt: skip
-    harness.table("search over all batch sizes of a row (simulated)", columns, map(_cells, result.rows))
+    searched = [row for row in result.rows if "wide" in row]
+    harness.table("search over all batch sizes of a row (simulated)", columns, map(_cells, searched))
+    keys = ("name", "worst_seconds", "worst_proven_gap")
+    harness.table(
+        "wide searches under time limits, the worst batch size (simulated)",
+        ["problem", "search, s", "proven gap"],
+        [[row[key] for key in keys] for row in result.rows if "worst_seconds" in row],
+    )
+    keys = ("name", "parameters", "describe_seconds", "plan_seconds", "units", "basis")
+    harness.table(
+        "models of small operators (simulated)",
+        ["model", "parameters", "describe, s", "plan, s", "units", "basis"],
+        [[row[key] for key in keys] for row in result.rows if "plan_seconds" in row],
+    )
     return harness.finish(result)
 
 

@@ -95,6 +95,7 @@ def alternate(
     repeats: int = 1,
     settling: int = 0,
     synchronize: Callable[[], None] = lambda: None,
+    seed: int = 0,
 ) -> dict[str, list[float]]:
     """Time candidates in turn, in another order in each round: A B C, C A B, ...
 
@@ -107,6 +108,7 @@ def alternate(
         warmup: Untimed turns of each before.
         repeats: Timed calls in one turn; the time of a turn is their mean.
         settling: Untimed calls before these, which find what the others have left in caches and allocator.
+        seed: Of the orders: another for further rounds of the same candidates.
         synchronize: Called before both readings of the clock (a barrier, a device synchronisation).
 
     Returns:
@@ -114,7 +116,7 @@ def alternate(
     """
     seconds: dict[str, list[float]] = {name: [] for name in candidates}
     # Seeded: ranks must run the candidates in the same order.
-    names, draw = list(candidates), random.Random(len(candidates))
+    names, draw = list(candidates), random.Random(len(candidates) + seed)
     for turn in range(warmup + rounds):
         draw.shuffle(names)
         for name in names:

@@ -71,7 +71,6 @@ def take_turns_until_narrow(
     still_needed: Callable[[Mapping[str, list[float]]], Collection[str]],
     *,
     most_rounds: int = MOST_ROUNDS,
-    enough: float = ENOUGH,
 ) -> Turns:
     """Time the steps of all candidates in turn, on every rank of the live group, for as long as needed.
 
@@ -83,10 +82,10 @@ def take_turns_until_narrow(
         makers: Makes a candidate's step number ``i``, by name.
         still_needed: Names of the candidates that have to go on, given the seconds so far.
         most_rounds: The most rounds.
-        enough: Seconds after which no further rounds begin.
 
     Returns:
-        As of :func:`take_turns`; losses are those of the first :data:`COMPARED_STEPS` steps of an instance.
+        As of :func:`take_turns`, with the seconds of as many rounds as each took part in. Losses are those of
+        step :data:`COMPARED_STEPS` of the last instances, which do a step more than :data:`ROUNDS`.
     """
     losses = dict.fromkeys(makers, 0.0)
     seconds: dict[str, list[float]] = {name: [] for name in makers}
@@ -111,15 +110,17 @@ def take_turns_until_narrow(
             rounds=ROUNDS,
             warmup=1,
             synchronize=dist.barrier,
+            seed=len(seconds[taking_part[0]]),
         )
         for name, values in found.items():
             seconds[name] += values
         rounds = len(seconds[taking_part[0]])
-        if rounds >= most_rounds or time.monotonic() - begin > enough:
+        if rounds >= most_rounds or time.monotonic() - begin > ENOUGH:
             taking_part = []
         elif rounds >= LEAST_ROUNDS:
             needed = still_needed(seconds)
             taking_part = [name for name in taking_part if name in needed]
+        # As the first rank finds: clocks and times differ.
         decided = [taking_part]
         dist.broadcast_object_list(decided, 0)
         taking_part = decided[0]

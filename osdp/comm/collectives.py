@@ -30,8 +30,8 @@ from osdp.torch_private.distributed import (
     ReduceScatter,
     all_gather,
     backend_of,
+    memory_uses,
     reduce_scatter,
-    storage_uses,
 )
 
 #: A reduction operation: one of c10d, or its bare type.
@@ -217,10 +217,10 @@ def wait_until_released(tensor: torch.Tensor, uses: int) -> None:
 
     Args:
         tensor: The tensor that was given to the collective; nobody waits for it any longer.
-        uses: :func:`osdp.torch_private.distributed.storage_uses` before.
+        uses: :func:`osdp.torch_private.distributed.memory_uses` before.
     """
     until = time.monotonic() + _LONGEST_HELD
-    while storage_uses(tensor) > uses and time.monotonic() < until:
+    while memory_uses(tensor) > uses and time.monotonic() < until:
         time.sleep(0)  # gives the core to the thread
 
 
@@ -240,7 +240,7 @@ def scatter_sum(
         group: The ranks.
         run: Starts the collective that it is given, and waits for it.
     """
-    uses = storage_uses(whole)
+    uses = memory_uses(whole)
     run(lambda: dist.all_reduce(whole, op=op, group=group, async_op=True))
     wait_until_released(whole, uses)
     output.copy_(whole.view(group.size(), *output.shape)[group.rank()])

@@ -15,6 +15,7 @@ __all__ = [
     "ReduceScatter",
     "all_gather",
     "backend_of",
+    "memory_uses",
     "number_of_groups",
     "reduce_scatter",
     "same_random_numbers",
@@ -67,6 +68,11 @@ def same_random_numbers(group: dist.ProcessGroup, device: torch.device) -> None:
 def storage_uses(tensor: torch.Tensor) -> int:
     """How many tensors hold the memory of ``tensor``, those of other threads among them."""
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+
+
+def memory_uses(tensor: torch.Tensor) -> int:
+    """How often the memory of ``tensor`` is held: by tensors in it, and by works that hold this one."""
+    return storage_uses(tensor) + int(tensor._use_count())  # type: ignore[attr-defined]
 
 
 def store_of(group: dist.ProcessGroup) -> Any:

@@ -1,17 +1,20 @@
 """The harness itself: options, exit statuses, intervals, launching and ending processes, the rate limit."""
 
+import importlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import pairwise, permutations
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from benchmarks import planner_heterogeneous
 from benchmarks.support import harness, testbed
@@ -19,6 +22,8 @@ from benchmarks.support.harness import Options, Result
 from benchmarks.support.launch import WorkerError, launch
 from benchmarks.support.models import CASES, FULL_SIZE, loss_of
 from benchmarks.support.timing import Ratio, alternate, paired_ratio
+from benchmarks.support.turns import COMPARED_STEPS, LEAST_ROUNDS, ROUNDS, take_turns_until_narrow
+from tests.helpers.distributed import run
 from tests.helpers.load import slowdown
 
 
@@ -217,3 +222,38 @@ def test_the_planned_layout_is_the_best_of_its_contest_by_its_price() -> None:
     assert [entry.name for entry in entries[:2]] == ["planned", "even"]
     assert len(entries) > 5
     assert entries[0].plan.step_seconds == min(entry.plan.step_seconds for entry in entries)
+
+
+CLAIMS = sorted(path.stem for path in Path(harness.__file__).parents[1].glob("[a-z]*.py"))
+
+
+@pytest.mark.parametrize("claim", CLAIMS)
+def test_every_benchmark_can_be_imported(claim: str) -> None:
+    """One could not for a day: it took what another no longer had."""
+    assert callable(importlib.import_module(f"benchmarks.{claim}").main)
+
+
+def _turns_of_three() -> tuple[dict[str, int], dict[str, int], list[str]]:
+    made: dict[str, int] = dict.fromkeys("abc", 0)
+
+    def make(name: str) -> Callable[[int], float]:
+        made[name] += 1
+        return lambda step: float(step)
+
+    asked: list[str] = []
+
+    def still_needed(seconds: Mapping[str, list[float]]) -> set[str]:
+        asked.append(str({name: len(times) for name, times in seconds.items()}))
+        # Ranks do not agree; the first one's word counts.
+        return {"a", "b"} if len(seconds["a"]) < 30 else set("abc" if dist.get_rank() else "")
+
+    turns = take_turns_until_narrow({name: partial(make, name) for name in "abc"}, still_needed)
+    assert set(turns.losses.values()) == {COMPARED_STEPS - 1.0}
+    return {name: len(times) for name, times in turns.seconds.items()}, made, asked
+
+
+def test_candidates_are_made_anew_until_they_are_no_longer_needed() -> None:
+    rounds, made = {"a": 30, "b": 30, "c": LEAST_ROUNDS}, {"a": 6, "b": 6, "c": 4}
+    for found, making, asked in run(2, _turns_of_three):
+        assert (found, making, len(asked)) == (rounds, made, 3)
+    assert all(count == ROUNDS * made[name] for name, count in rounds.items())

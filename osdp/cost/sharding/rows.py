@@ -5,7 +5,7 @@ its moment.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -57,19 +57,37 @@ def memory_row(
     return row + always(units, problem, gradients), root_always(problem, root) + constant
 
 
-def own_rows(problem: ShardingProblem, units: UnitCosts, kind: str, where: Ints) -> Floats:
-    """Bytes of each unit at a moment of its own, without what depends on its neighbours, shape ``(U,)``.
+@dataclass(frozen=True)
+class OwnBytes:
+    """Bytes of units at a moment of each one's own.
+
+    Attributes:
+        of_units: Without what lasts throughout the step, and what depends on neighbours, shape ``(U,)``.
+        with_ahead: Whether the nearest sharded unit before counts, if it is gathered ahead.
+        with_behind: Whether the reduce-scatter's input of the nearest sharded unit behind counts.
+    """
+
+    of_units: Floats
+    with_ahead: bool
+    with_behind: bool
+
+
+def own_bytes(
+    problem: ShardingProblem, units: UnitCosts, gradients: Gradients, kind: str, where: Ints
+) -> OwnBytes:
+    """Bytes of each unit at a moment of its own.
 
     Args:
         problem: The step to plan.
         units: Candidate units.
+        gradients: Their gradients.
         kind: A kind of moment in backward.
         where: Where the moment of each unit is, as in :class:`PeakMoment`, ``(U,)``.
     """
-    gradients = lasting_gradients(units, problem)
     moment = PeakMoment(kind, where)  # type: ignore[arg-type]  # one for each unit
-    values = MOMENTS[kind](_OwnView(problem, units, RootUnitCost(), gradients, moment))
-    return values[:-1] + always(units, problem, gradients)
+    view = _OwnView(problem, units, RootUnitCost(), gradients, moment)
+    values = MOMENTS[kind](view)[:-1]
+    return OwnBytes(values, "ahead" in view.asked, "behind" in view.asked)
 
 
 def fixed_bytes(problem: ShardingProblem, root: RootUnitCost, kind: str, where: Ints) -> Floats:
@@ -202,9 +220,24 @@ class _RowView:
         return np.where(chosen, values, 0.0) - np.where(nearer, most, 0.0)
 
 
+@dataclass(frozen=True)
 class _OwnView(_RowView):
-    """Candidates of which each is looked at in a moment of its own."""
+    """Candidates of which each is looked at in a moment of its own, without its neighbours.
+
+    Attributes:
+        asked: What a formula asked for of the neighbours.
+    """
+
+    asked: set[str] = field(default_factory=set)
 
     def fixed(self, values: Floats, index: Any) -> Floats:
         # Moments differ in it: see `fixed_bytes`.
+        return self._row(0.0)
+
+    def prefetched(self, *, gathering: bool = False) -> Floats:
+        self.asked.add("ahead")
+        return self._row(0.0)
+
+    def scattered_input(self) -> Floats:
+        self.asked.add("behind")
         return self._row(0.0)

@@ -21,7 +21,7 @@ from osdp.model.fqn import is_inside
 from osdp.nn.modules import kind_of, sliced_dim
 from osdp.nn.sliced_weight import SlicedWeight
 from osdp.plan.sharding import ShardingPlan
-from osdp.torch_private.distributed import AllGather, DefaultReduceScatter, ReduceScatter, storage_uses
+from osdp.torch_private.distributed import AllGather, DefaultReduceScatter, ReduceScatter, memory_uses
 from osdp.torch_private.dtensor import wrap_like
 from osdp.torch_private.fsdp_comms import (
     comms_of,
@@ -354,7 +354,7 @@ class _OrderedGather(_Ordered, AllGather):
             work: Pending | None = begin(output_tensor, input_tensor, group)
             return work
 
-        uses = storage_uses(output_tensor)
+        uses = memory_uses(output_tensor)
         order.run(start, index, GATHER)
         wait_until_released(output_tensor, uses)
         if isinstance(inner, TwoStepAllGather):

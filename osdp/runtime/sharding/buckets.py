@@ -36,7 +36,7 @@ from osdp.comm.part_exchange import PartExchange
 from osdp.runtime.module.group_dtensor import compute_as_whole
 from osdp.runtime.sharding.gradients import AllReduceHook
 from osdp.runtime.sharding.replicated import ParameterSteppedInShards, ReplicatedParameter
-from osdp.torch_private.distributed import storage_uses
+from osdp.torch_private.distributed import memory_uses, storage_uses
 from osdp.torch_private.dtensor import wrap_like
 
 
@@ -145,6 +145,7 @@ class Bucket:
                     elif self._reduction.scale != 1.0:
                         # Alike on all ranks: scaled, the reduction gives it back as it was.
                         place.mul_(self._reduction.scale)
+            self._uses = memory_uses(self._flat)
             if self._num_flags:
                 sent = self._layout.extras(self._flat).fill_(self._reduction.scale)
                 if flags:
@@ -152,7 +153,6 @@ class Bucket:
         if isinstance(self._layout, RowsByRank):
             self._work = self._reduction.start_exchange(self._layout.regions(self._flat))
         else:
-            self._uses = storage_uses(self._flat)
             self._work = self._reduction.start(self._flat)
         self.started = True
 
@@ -176,7 +176,8 @@ class Bucket:
         if self._work is not None:
             self._reduction.finish(self._work)
             self._work = None
-        if flat.dtype != self._stored_dtype and flat.device.type == "cpu" and self._uses:
+        is_reduced_whole = isinstance(self._layout, InOrder)  # messages are waited for with what holds them
+        if flat.dtype != self._stored_dtype and flat.device.type == "cpu" and is_reduced_whole:
             # Dropped below, its memory is to be free before the next bucket is cast.
             wait_until_released(flat, self._uses)
         with torch.no_grad():

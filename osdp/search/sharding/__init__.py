@@ -11,6 +11,7 @@ Start at :mod:`osdp.search.sharding.planner`, then :func:`osdp.search.sharding.s
 - ``labels``: choices of repeated items, as sums that are not dominated
 - ``linear_relaxation``: a lower bound, by column generation
 - ``chain_problem``: from candidates to a chain and back
+- ``fitting_chains``: a higher bound, by the chains whose units fit beside their neighbours
 - ``initial_plans``: simple plans to start from
 - ``local_search``: better neighbours of a plan
 - ``single_changes``: a plan that is not proven best, improved by single units

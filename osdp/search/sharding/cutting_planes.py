@@ -201,8 +201,11 @@ class CuttingPlaneSearch:
     def tightened(
         self, upper: float, deadline: Deadline = NO_DEADLINE
     ) -> tuple[StepEstimate, tuple[UnitSpan, ...]] | None:
-        """Units that beat ``upper`` seconds, or a higher :attr:`bound`, by the chains whose units can fit."""
-        if not self._space.num_items or np.isinf(self._limit):
+        """Units that beat ``upper`` seconds, or a higher :attr:`bound`, by the chains whose units can fit.
+
+        After :meth:`fastest`, with the rows that it has found.
+        """
+        if self.is_proven(upper) or deadline.is_over or not self._space.num_items or np.isinf(self._limit):
             return None
         chains = FittingChains.of(self._costed.needs, self._root, self._limit)
         if not chains.any_fits:
@@ -212,24 +215,29 @@ class CuttingPlaneSearch:
         for _ in range(_CHAIN_ROUNDS):
             if deadline.is_over or self.is_proven(upper):
                 break
-            bound, columns = self._relaxed_chains(chains)
+            bound, columns = self._relaxed_chains(chains, deadline)
             self.bound = min(upper, max(bound, self.bound))
             known = self.num_rows
-            for column in columns[-_CHAINS_SIMULATED:]:
+            distinct = {column.tobytes(): column for column in columns[-_CHAINS_SIMULATED:]}
+            for column in distinct.values():
                 units = tuple(self._space.spans(column))
-                self._patterns |= dict.fromkeys(patterns_of(self._space, units))
+                self._patterns |= dict.fromkeys(patterns_of(self._space.bounds, units))
                 outcome = simulate_units(self._problem, units, self._root)
-                if outcome.peak > self._limit:
+                if outcome.peak > self._limit and outcome.moment not in self._moments:
                     self._cut_moment(outcome.moment)
-                elif outcome.seconds < upper:
+                if outcome.peak <= self._limit and outcome.seconds < upper:
                     best, upper = (outcome, units), outcome.seconds
-                self._cut_time(outcome.cut)
+                if outcome.cut not in self._times:
+                    self._cut_time(outcome.cut)
             if self.num_rows == known:
                 break
         return best
 
-    def _relaxed_chains(self, chains: FittingChains) -> tuple[float, list[Ints]]:
-        """A bound by the rows and mixtures of ``chains``, infinite if none fits, and the chains it tried."""
+    def _relaxed_chains(self, chains: FittingChains, deadline: Deadline) -> tuple[float, list[Ints]]:
+        """A bound by the rows and mixtures of ``chains``, and the chains that were tried for it.
+
+        After the deadline only those are mixed that are known.
+        """
         rows, constant, caps, times = self._stacked(list(self._times.values()), list(self._moments.values()))
         room = constant - np.where(np.isfinite(caps), caps, 0.0)
         columns: list[Ints] = []
@@ -237,6 +245,9 @@ class CuttingPlaneSearch:
 
         def price(weights: Floats) -> Floats:
             nonlocal bound
+            if columns and deadline.is_over:
+                totals = np.stack([rows[column].sum(axis=0) for column in columns])
+                return np.asarray(totals[[int(np.argmin(totals @ weights))]])
             found = chains.cheapest(rows @ weights)
             columns.append(found)
             total = rows[found].sum(axis=0)
@@ -250,7 +261,7 @@ class CuttingPlaneSearch:
         for factor in _DEARER:
             dearer = np.where(np.isfinite(caps), factor * relaxed.weights, relaxed.weights)
             columns.append(chains.cheapest(rows @ dearer))
-        return (bound if relaxed.feasible else np.inf), columns
+        return bound, columns
 
     def is_proven(self, seconds: float) -> bool:
         """Whether nothing is faster than so many seconds, as far as that matters."""
@@ -405,7 +416,7 @@ class CuttingPlaneSearch:
         # 3. The rows do not see the order of equal items, the simulator does: take the best arrangement.
         options = [self._simulated(paths) for paths in arrangements(problem.kinds, solution.paths)]
         chosen, outcome = min(options, key=lambda option: (option[1].peak > self._limit, option[1].seconds))
-        self._patterns |= dict.fromkeys(patterns_of(self._space, chosen))
+        self._patterns |= dict.fromkeys(patterns_of(self._space.bounds, chosen))
         return _Relaxed(solution.value, solution.bound, chosen, outcome)
 
     def _stacked(

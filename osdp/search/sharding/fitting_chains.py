@@ -23,6 +23,7 @@ import numpy as np
 from osdp.arrays import Bools, Floats, Ints
 from osdp.cost.sharding.memory import (
     REGION_KINDS,
+    Gradients,
     always,
     lasting_gradients,
     moment_kinds,
@@ -31,7 +32,7 @@ from osdp.cost.sharding.memory import (
     scattered_inputs,
 )
 from osdp.cost.sharding.problem import RootUnitCost, ShardingProblem
-from osdp.cost.sharding.rows import fixed_bytes, own_rows
+from osdp.cost.sharding.rows import fixed_bytes, own_bytes
 from osdp.cost.sharding.units import UnitCosts
 from osdp.search.sharding.candidates import CandidateUnits, Places
 
@@ -41,10 +42,8 @@ _STEPS = 5
 _SHAPE = (_STEPS + 1, 2, 2)
 _STATES = 4 * (_STEPS + 1)
 
-#: Moments of backward, where memory peaks, and those of them at which the unit before is gathered ahead and
-#: the input of the reduce-scatter of the unit behind is held.
+#: Moments of backward, where memory peaks.
 _KINDS = ("backward", "backward_unshard", "prefetch", "reduce")
-_AHEAD, _BEHIND = ("backward", "prefetch", "reduce"), ("backward", "backward_unshard", "prefetch")
 
 
 @dataclass(frozen=True)
@@ -72,11 +71,11 @@ class FittingChains:
             root: Costs of the operators outside the chain.
             limit: Bytes per device.
         """
-        facts, space = _Facts.of(needs, root, limit), needs.paths.space
+        room, space = _Room.of(needs, root, limit), needs.paths.space
         columns, begin = [], 0
         for item in range(space.num_items):
             start, stop, end = space.places[item]
-            columns.append(facts.steps(space.inner[item], begin + start, begin + stop))
+            columns.append(room.steps(space.inner[item], begin + start, begin + stop))
             begin += end
         source, candidate, target = np.concatenate(columns, axis=1)
         order = np.argsort(target, kind="stable")
@@ -124,7 +123,7 @@ class FittingChains:
 
 
 @dataclass(frozen=True)
-class _Facts:
+class _Room:
     """What decides where candidates fit; arrays over the ``E`` candidates.
 
     Attributes:
@@ -145,34 +144,41 @@ class _Facts:
     more: Ints
 
     @classmethod
-    def of(cls, needs: "CandidateNeeds", root: RootUnitCost, limit: float) -> "_Facts":
+    def of(cls, needs: "CandidateNeeds", root: RootUnitCost, limit: float) -> "_Room":
         problem, units, paths = needs.problem, needs.units, needs.paths
         ahead, behind = paths.common(needs.gathered), paths.common(needs.reduced)
         # 1. What the items before and behind a moment hold at least, and so the room for each.
         held_before, held_behind = paths.least(needs.before), paths.least(needs.behind)
-        others = np.cumsum(held_before) - held_before  # (items,)
-        others += np.cumsum(held_behind[::-1])[::-1] - held_behind
-        room = limit - root_always(problem, root) - others
-        # 2. The least that is left at any moment of each candidate, and of each item.
+        held = np.cumsum(held_before) - held_before  # (items,)
+        held += np.cumsum(held_behind[::-1])[::-1] - held_behind
+        room = limit - root_always(problem, root) - held
+        # 2. The least that is left at any moment of each candidate, and the most of each item.
         left = np.full((2, 2, len(units.start)), np.inf)
-        loosest = np.inf
+        spared = np.full(len(room), np.inf)
         for moment in needs.moments:
             fixed = fixed_bytes(problem, root, moment.kind, moment.where)
             spare = paths.of_items(room) - fixed - moment.needed
-            loosest = min(loosest, float(paths.most(spare).min()))
+            spared = np.minimum(spared, paths.most(spare))
             # Without a root unit nothing is gathered ahead before the backward of a sharded unit has begun.
-            gathers = (moment.kind in _AHEAD) & (units.sharded | root.has_unit)
+            gathers = moment.with_ahead & (units.sharded | root.has_unit)
             more_before = np.where(moment.inside & gathers, ahead, 0.0)
-            more_behind = np.where(moment.inside & (moment.kind in _BEHIND), behind, 0.0)
-            for large_before, large_behind in np.ndindex(2, 2):
-                beside = large_before * more_before + large_behind * more_behind
-                left[large_before, large_behind] = np.minimum(
-                    left[large_before, large_behind], spare - beside
-                )
-        # 3. Steps of what each item keeps beyond the least, known where it ends.
-        step = max(loosest, 1.0) / _STEPS
+            more_behind = np.where(moment.inside & moment.with_behind, behind, 0.0)
+            for large in np.ndindex(2, 2):
+                beside = large[0] * more_before + large[1] * more_behind
+                left[large] = np.minimum(left[large], spare - beside)
+        # 3. What is kept beyond the least must leave room for the items before, and for those behind.
+        earlier = np.minimum.accumulate(np.append(np.inf, spared[:-1]))
+        later = np.minimum.accumulate(np.append(spared[1:], np.inf)[::-1])[::-1]
+        for values, least, others in (
+            (needs.behind, held_behind, earlier),
+            (needs.before, held_before, later),
+        ):
+            spare = paths.of_items(others + least) - paths.through(values)
+            left = np.where(spare < -1, -np.inf, left)
+        # 4. Steps of it before each item, known where an item ends.
+        step = max(float(spared.min()), 1.0) / _STEPS
         beyond = paths.ending_with(needs.before) - paths.of_items(held_before)
-        more = np.clip(beyond / step + 1e-9, 0, _STEPS).astype(np.int64)
+        more = np.clip(beyond / step, 0, _STEPS).astype(np.int64)
         return cls(
             sharded=units.sharded,
             large_before=units.sharded & (needs.gathered >= ahead) & (ahead > 0),
@@ -208,6 +214,8 @@ class _Moment:
         kind: One of :data:`_KINDS`.
         where: Region or operator of the chain, shape ``(E,)``.
         inside: Whether it is inside the candidate, shape ``(E,)``.
+        with_ahead: Whether what is gathered ahead counts.
+        with_behind: Whether the reduce-scatter's input of the unit behind counts.
         needed: The least bytes of any way through the item with the candidate, shape ``(E,)``; no bytes where
             the item is shorter.
     """
@@ -215,6 +223,8 @@ class _Moment:
     kind: str
     where: Ints
     inside: Bools
+    with_ahead: bool
+    with_behind: bool
     needed: Floats
 
 
@@ -264,7 +274,7 @@ class CandidateNeeds:
             before=lasting + units.kept - np.where(units.recomputed, saving, 0.0),
             behind=lasting + gradients.after,
             moments=tuple(
-                _moment(problem, units, paths, kind, place)
+                _moment(problem, units, gradients, lasting, paths, kind, place)
                 for kind in _KINDS
                 if kind in moment_kinds(problem)
                 for place in range(2 * longest + 1 if kind in REGION_KINDS else longest)
@@ -272,16 +282,25 @@ class CandidateNeeds:
         )
 
 
-def _moment(problem: ShardingProblem, units: UnitCosts, paths: "_Paths", kind: str, place: int) -> _Moment:
-    """The moments so far from the beginning of each item: in regions, or in operators."""
+def _moment(
+    problem: ShardingProblem,
+    units: UnitCosts,
+    gradients: Gradients,
+    lasting: Floats,
+    paths: "_Paths",
+    kind: str,
+    place: int,
+) -> _Moment:
+    """The moments at a place of each item: a region, or an operator, counted from its beginning."""
     in_regions = kind in REGION_KINDS
     where = (2 if in_regions else 1) * paths.first + place
     last = 2 * paths.end if in_regions else paths.end - 1
     exists, where = where <= last, np.minimum(where, last)
     region = where if in_regions else 2 * where + 1
     inside = exists & (2 * units.start + 1 <= region) & (region <= 2 * units.stop - 1)
-    needed = np.where(exists, paths.through(own_rows(problem, units, kind, where)), -np.inf)
-    return _Moment(kind, where, inside, needed)
+    own = own_bytes(problem, units, gradients, kind, where)
+    needed = np.where(exists, paths.through(lasting + own.of_units), -np.inf)
+    return _Moment(kind, where, inside, own.with_ahead, own.with_behind, needed)
 
 
 class _Paths:

@@ -11,7 +11,7 @@ from osdp.cost.evaluate import cost_plan, prediction
 from osdp.cost.matrix_steps import step_of_matrices
 from osdp.cost.sharding.problem import ShardingProblem, build_problem
 from osdp.cost.sharding.shard_groups import ShardGroup
-from osdp.cost.sharding.simulate import simulate_step
+from osdp.cost.sharding.simulate import simulate_step, simulate_units
 from osdp.cost.sharding.solution import ShardingSolution, solution_root
 from osdp.cost.sharding.strategies import NO_SHARD, SHARD_OPTIMIZER, UnitMode, UnitStrategy
 from osdp.cost.sharding.time import passes
@@ -28,7 +28,7 @@ from osdp.plan.search_options import SHARDING, SearchOptions
 from osdp.plan.sharding import Decision, Mode, Route, ShardingPlan, Unit
 from osdp.search.deadline import NO_DEADLINE, Deadline
 from osdp.search.sharding.explain import Explainer
-from osdp.search.sharding.local_search import share_buckets
+from osdp.search.sharding.local_search import share_buckets, side_by_side
 from osdp.search.sharding.root_unit import root_group
 from osdp.search.sharding.single_changes import with_single_changes
 from osdp.search.sharding.solve import min_peak_solution, solve_bounded
@@ -44,6 +44,8 @@ ProfileTrainings = Callable[[Sequence[Training]], Sequence[Profile]]
 _LARGEST_SHOWN = 3
 #: Relative gaps up to this are rounding.
 _PROVEN = 1e-9
+#: Relative seconds of a step for which equal items change places.
+_WORTH_MOVING = 1e-6
 #: Relative seconds of a step that are worth a note.
 _WORTH_TELLING = 1e-4
 
@@ -236,11 +238,20 @@ def fastest(
 def with_shared_buckets(
     problem: ShardingProblem, found: ShardingSolution, may_be_as_fast: MayBeAsFast | None = None
 ) -> ShardingSolution:
-    """The assignment with neighbouring replicated units joined: one step beyond the decision space."""
+    """The assignment with neighbouring replicated units joined: one step beyond the decision space.
+
+    Equal items may change places for it.
+    """
     if not found.units:
         return found
-    root = solution_root(problem, found)
+    root, limit = solution_root(problem, found), problem.device.memory_limit
     outcome, units = share_buckets(problem, root, found.units, found.outcome, may_be_as_fast)
+    for other in side_by_side(problem, found.units):
+        start = simulate_units(problem, other, root)
+        if start.peak <= limit:
+            shared, joined = share_buckets(problem, root, other, start, may_be_as_fast)
+            if shared.seconds < outcome.seconds * (1 - _WORTH_MOVING) and len(joined) <= len(units):
+                outcome, units = shared, joined
     return replace(found, units=units, outcome=outcome)
 
 

@@ -25,7 +25,9 @@ from functools import cache
 import numpy as np
 
 from osdp.cost.sharding.problem import ShardingProblem
+from osdp.cost.sharding.simulate import StepEstimate
 from osdp.cost.sharding.solution import ShardingSolution, solution_root
+from osdp.cost.sharding.strategies import UnitSpan
 from osdp.plan.search_options import SHARDING, SearchOptions
 from osdp.plan.sharding import Mode
 from osdp.search.deadline import NO_DEADLINE, Deadline
@@ -84,13 +86,12 @@ def solve_bounded(
         searches.append((search, choice))
         found = search.fastest(upper, deadline)
         undecided |= found is None and not search.impossible
-        for further in (search.tightened, None):
-            if found is not None:
-                outcome, units = search.improved(*found)
-                upper = outcome.seconds
-                best = choice.solution(units, outcome, search.num_rows, search.bound)
+        best = _with(best, search, choice, found)
+        upper = upper if best is None else best.outcome.seconds
+        if np.isfinite(upper):
             # Where the rows prove too little: once more, by the chains whose units can fit.
-            found = further(upper, deadline) if further is not None and np.isfinite(upper) else None
+            best = _with(best, search, choice, search.tightened(upper, deadline))
+            upper = upper if best is None else best.outcome.seconds
     if best is None and undecided and np.isinf(upper):
         # A search of bounded width may miss feasible plans: the lowest peak that can be found decides.
         lowest = min_peak_solution(problem, options=options, enough=limit, solver=solver)
@@ -107,16 +108,26 @@ def solve_bounded(
         if not unproven:
             break
         search, choice = min(unproven, key=lambda each: each[0].bound)
-        found = search.go_on(upper, deadline.share(len(unproven)))
-        if found is not None:
-            outcome, units = search.improved(*found)
-            upper = outcome.seconds
-            best = choice.solution(units, outcome, search.num_rows, search.bound)
+        best = _with(best, search, choice, search.go_on(upper, deadline.share(len(unproven))))
+        upper = upper if best is None else best.outcome.seconds
     bound = min((search.bound for search, _ in searches), default=np.inf)
     if best is None:
         return None, bound
     bound = min(bound, best.outcome.seconds)
     return replace(best, bound=bound), bound
+
+
+def _with(
+    best: ShardingSolution | None,
+    search: CuttingPlaneSearch,
+    choice: RootChoice,
+    found: tuple[StepEstimate, tuple[UnitSpan, ...]] | None,
+) -> ShardingSolution | None:
+    """``found``, which is better than ``best``, after local improvements; ``best`` if nothing was found."""
+    if found is None:
+        return best
+    outcome, units = search.improved(*found)
+    return choice.solution(units, outcome, search.num_rows, search.bound)
 
 
 def _searches(

@@ -9,9 +9,11 @@ from osdp.arrays import Ints
 from osdp.cost.sharding.simulate import simulate_units
 from osdp.plan.search_options import SearchOptions
 from osdp.search.sharding.candidates import CandidateUnits
-from osdp.search.sharding.cutting_planes import CostedCandidates
+from osdp.search.sharding.chain import solve_chain
+from osdp.search.sharding.cutting_planes import CostedCandidates, CuttingPlaneSearch
 from osdp.search.sharding.fitting_chains import FittingChains
 from osdp.search.sharding.root_unit import root_choices
+from osdp.search.sharding.solve import min_peak
 from tests.helpers.problems import random_problem
 from tests.search.sharding.test_solve import RULES, VARIANTS, following
 
@@ -76,3 +78,23 @@ def test_under_a_limit_that_nothing_fits_there_is_no_chain() -> None:
     choice = root_choices(problem.timeline.root, SearchOptions())[0]
     found = CostedCandidates.of(problem, SearchOptions(), root_unit=choice.has_unit)
     assert not FittingChains.of(found.needs, choice.cost(problem), 1.0).any_fits
+
+
+@pytest.mark.parametrize("seed", [0, 5])
+def test_near_the_lowest_limit_the_bound_rises_and_better_plans_are_found(seed: int) -> None:
+    rules = SearchOptions(slices=(2, 4), recompute=True)
+    problem = random_problem(seed, 24, 3)
+    limit = 1.02 * min_peak(problem, options=rules)
+    better = []
+    for choice in root_choices(problem.timeline.root, rules)[:2]:
+        root = choice.cost(problem)
+        found = CostedCandidates.of(problem, rules, root_unit=root.has_unit)
+        search = CuttingPlaneSearch(problem, root, limit, found, solve_chain)
+        first = search.fastest(np.inf)
+        assert first is not None
+        before = search.bound
+        outcome, units = search.tightened(first[0].seconds) or first
+        assert before < search.bound <= outcome.seconds <= first[0].seconds
+        assert outcome.peak <= limit and simulate_units(problem, units, root) == outcome
+        better.append(outcome.seconds < first[0].seconds)
+    assert any(better)
