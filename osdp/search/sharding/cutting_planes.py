@@ -26,7 +26,10 @@ from osdp.cost.sharding.units import UnitCosts
 from osdp.plan.search_options import SearchOptions
 from osdp.search.deadline import NO_DEADLINE, Deadline
 from osdp.search.sharding.candidates import CandidateUnits, build_space, root_dtype
-from osdp.search.sharding.chain import (
+from osdp.search.sharding.chain.fitting import CandidateNeeds, FittingChains
+from osdp.search.sharding.chain.linear_relaxation import relax
+from osdp.search.sharding.chain.problem import arrangements, candidates_of, chain_problem
+from osdp.search.sharding.chain.solver import (
     FIRST_LOOK,
     LAST_WORD,
     TOLERANCE,
@@ -35,10 +38,7 @@ from osdp.search.sharding.chain import (
     DualPrices,
     relaxation,
 )
-from osdp.search.sharding.chain_problem import arrangements, candidates_of, chain_problem
-from osdp.search.sharding.fitting_chains import CandidateNeeds, FittingChains
 from osdp.search.sharding.initial_plans import best_initial_plan
-from osdp.search.sharding.linear_relaxation import relax
 from osdp.search.sharding.local_search import Pattern, improve_locally, patterns_of
 
 MasterSolver = Callable[[ChainProblem, float, Sequence[int], DualPrices | None], ChainSolution]

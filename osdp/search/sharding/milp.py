@@ -1,4 +1,4 @@
-"""Chain problem as a mixed-integer linear program for HiGHS: a check of :mod:`osdp.search.sharding.chain`.
+"""Chain problem as a mixed-integer linear program for HiGHS, a check of our own solver of it.
 
 A path is a unit flow through the positions of the chain: one binary variable per candidate, one flow balance
 per operator boundary, one row per time and memory row, and a variable for the largest time. Independent of
@@ -12,7 +12,7 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_matrix, hstack, vstack
 
 from osdp.arrays import Floats, Ints
-from osdp.search.sharding.chain import ChainProblem, ChainSolution, DualPrices
+from osdp.search.sharding.chain.solver import ChainProblem, ChainSolution, DualPrices
 
 #: Status of HiGHS for a problem without a solution.
 _INFEASIBLE = 2
@@ -26,7 +26,7 @@ def solve_milp(
     *,
     time_limit: float = 60.0,
 ) -> ChainSolution:
-    """The result of :func:`osdp.search.sharding.chain.solve_chain` by HiGHS.
+    """The result of :func:`osdp.search.sharding.chain.solver.solve_chain` by HiGHS.
 
     HiGHS closes the gap completely or stops after ``time_limit`` seconds; it needs no ``widths`` and no
     ``duals``.

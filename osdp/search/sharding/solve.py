@@ -6,7 +6,7 @@ the answer are joined afterwards wherever the simulated step is no slower
 (:func:`osdp.search.sharding.local_search.share_buckets`), so a plan may be better than the best of the space.
 
 Time and memory of a step are maxima of functions linear in the units (:mod:`osdp.cost`), so the search solves
-on a few of them (:mod:`osdp.search.sharding.chain`), simulates the answer, adds the moments that were
+on a few of them (:mod:`osdp.search.sharding.chain.solver`), simulates the answer, adds the moments that were
 violated and solves again (Kelley's cutting planes, J. SIAM 8(4), 1960). Plans that shard nothing are searched
 separately, since their overlap and their optimizer step have other costs; for the others every row is a lower
 bound of the simulated step. When the simulation agrees with the rows, the answer is optimal under the cost
@@ -31,7 +31,7 @@ from osdp.cost.sharding.strategies import UnitSpan
 from osdp.plan.search_options import SHARDING, SearchOptions
 from osdp.plan.sharding import Mode
 from osdp.search.deadline import NO_DEADLINE, Deadline
-from osdp.search.sharding.chain import solve_chain
+from osdp.search.sharding.chain.solver import solve_chain
 from osdp.search.sharding.cutting_planes import (
     CLOSE_ENOUGH,
     CostedCandidates,

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from scipy.optimize import linprog
 
 from osdp.arrays import Floats
-from osdp.search.sharding.chain import LAST_WORD, TOLERANCE, ChainProblem, ItemShape, solve_chain
-from osdp.search.sharding.linear_relaxation import relax
+from osdp.search.sharding.chain.linear_relaxation import relax
+from osdp.search.sharding.chain.solver import LAST_WORD, TOLERANCE, ChainProblem, ItemShape, solve_chain
 from osdp.search.sharding.milp import solve_milp
 
 

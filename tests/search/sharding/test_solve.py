@@ -297,7 +297,7 @@ def test_a_search_with_more_time_proves_more_and_finds_no_worse(seed: int) -> No
         usual, bound = solve_bounded(problem, limit, options=rules)
         # A clock that counts how often it is asked, so that a busy machine has as much time.
         asked = itertools.count()
-        more = Deadline.after(300, asked.__next__)
+        more = Deadline.after(3000, asked.__next__)
         longer, higher = solve_bounded(problem, limit, options=rules, deadline=more)
         assert usual is not None and longer is not None
         assert longer.outcome.peak <= limit

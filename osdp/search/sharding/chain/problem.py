@@ -7,7 +7,7 @@ import numpy as np
 
 from osdp.arrays import Floats
 from osdp.search.sharding.candidates import CandidateUnits
-from osdp.search.sharding.chain import ChainProblem, ItemShape
+from osdp.search.sharding.chain.solver import ChainProblem, ItemShape
 
 
 def arrangements(

@@ -9,9 +9,9 @@ from osdp.arrays import Ints
 from osdp.cost.sharding.simulate import simulate_units
 from osdp.plan.search_options import SearchOptions
 from osdp.search.sharding.candidates import CandidateUnits
-from osdp.search.sharding.chain import solve_chain
+from osdp.search.sharding.chain.fitting import FittingChains
+from osdp.search.sharding.chain.solver import solve_chain
 from osdp.search.sharding.cutting_planes import CostedCandidates, CuttingPlaneSearch
-from osdp.search.sharding.fitting_chains import FittingChains
 from osdp.search.sharding.root_unit import root_choices
 from osdp.search.sharding.solve import min_peak
 from tests.helpers.problems import random_problem

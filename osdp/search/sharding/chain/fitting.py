@@ -11,7 +11,7 @@ out wherever it cannot fit, given what is known of the rest of the chain:
 
 The cheapest chain under any prices of the rows is a shortest path through these states (with a resource,
 Irnich and Desaulniers, "Shortest Path Problems with Resource Constraints", in: Column Generation, 2005), and
-a column for :func:`osdp.search.sharding.linear_relaxation.relax`.
+a column for :func:`osdp.search.sharding.chain.linear_relaxation.relax`.
 """
 
 from dataclasses import dataclass

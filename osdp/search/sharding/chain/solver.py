@@ -6,9 +6,8 @@ only the number of items of a kind on each path matters, not which items they ar
 
 Algorithm, in three parts that prove each other:
 
-1. The linear relaxation (:mod:`osdp.search.sharding.linear_relaxation`): a lower bound, and dual prices under
-which the *excess*
-   of a path over its kind's cheapest is the minimum cost of taking it.
+1. The linear relaxation (:mod:`osdp.search.sharding.chain.linear_relaxation`): a lower bound, and dual
+   prices under which the *excess* of a path over its kind's cheapest is the minimum cost of taking it.
 2. Per kind, its undominated paths whose excess lies within the gap between the bounds.
 3. Kind by kind, the number of items that leave the cheapest path for each other one (the core of a
    multiple-choice knapsack, Pisinger, EJOR 83(2), 1995): labels of row sums, pruned by bound, by caps and by
@@ -26,8 +25,8 @@ from functools import cached_property
 import numpy as np
 
 from osdp.arrays import Floats, Ints
-from osdp.search.sharding.labels import ItemGroup, LabelLimits, LabelTable, expand, undominated
-from osdp.search.sharding.linear_relaxation import relax
+from osdp.search.sharding.chain.labels import ItemGroup, LabelLimits, LabelTable, expand, undominated
+from osdp.search.sharding.chain.linear_relaxation import relax
 
 #: Numbers of labels kept at a time: in a first look, which proves small problems, and in the last attempts.
 FIRST_LOOK: tuple[int, ...] = (16,)
