@@ -141,6 +141,10 @@ def rows_of(case: str, most_rounds: int) -> list[Row]:
             "too_noisy": not ratio.is_narrow,
             "same_program": [same.low, same.median, same.high],
             "units": {kind: len(plan.units) for kind, plan in plans.items()},
+            "modes": {
+                kind: [[str(unit.mode), len(unit.operators)] for unit in plan.units]
+                for kind, plan in plans.items()
+            },
             "predicted": {kind: plan.predicted.step_seconds for kind, plan in plans.items()},
             "seconds": {kind: seconds[f"{kind} {number}"] for kind in plans},
             "loss_difference": max(abs(loss - expected) / abs(expected) for loss in losses.values()),

@@ -279,7 +279,7 @@ def row_of(case: str, name: str, ranks: list[dict[str, Any]], expected: float) -
     row: Row = {"name": f"{case}, {name}", "case": case, "limit": first["limit"]} | found
     row |= {
         "best": best,
-        "over_best": max(1.0, ratio.median),
+        "over_best": ratio.median,
         "interval": [ratio.low, ratio.high],
         "too_noisy": not ratio.is_narrow,
         "loss_difference": abs(loss - expected) / abs(expected),

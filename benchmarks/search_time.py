@@ -210,7 +210,6 @@ def row_of_small(layers: int) -> Row:
         "describe_seconds": described,
         "plan_seconds": time.perf_counter() - begin,
         "units": len(plan.units),
-        "basis": plan.basis,
     }
 
 
@@ -377,10 +376,10 @@ def main(arguments: list[str] | None = None) -> int:
         ["problem", "search, s", "proven gap"],
         [[row[key] for key in keys] for row in result.rows if "worst_seconds" in row],
     )
-    keys = ("name", "parameters", "describe_seconds", "plan_seconds", "units", "basis")
+    keys = ("name", "parameters", "describe_seconds", "plan_seconds", "units")
     harness.table(
         "models of small operators (simulated)",
-        ["model", "parameters", "describe, s", "plan, s", "units", "basis"],
+        ["model", "parameters", "describe, s", "plan, s", "units"],
         [[row[key] for key in keys] for row in result.rows if "plan_seconds" in row],
     )
     return harness.finish(result)

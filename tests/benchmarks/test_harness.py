@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import planner_heterogeneous
+from benchmarks.search_time import row_of_small
 from benchmarks.support import harness, testbed
 from benchmarks.support.harness import Options, Result
 from benchmarks.support.launch import WorkerError, launch
@@ -257,3 +258,8 @@ def test_candidates_are_made_anew_until_they_are_no_longer_needed() -> None:
     for found, making, asked in run(2, _turns_of_three):
         assert (found, making, len(asked)) == (rounds, made, 3)
     assert all(count == ROUNDS * made[name] for name, count in rounds.items())
+
+
+def test_models_of_small_operators_are_planned_and_told_of_in_json() -> None:
+    row = row_of_small(3)
+    assert json.loads(json.dumps(row)) == row and row["parameters"] == 6 and row["units"] >= 1

@@ -250,9 +250,10 @@ class StageSearch:
                 break
         else:
             return None
-        if not self._alone:
-            found = with_shared_buckets(problem, found)
+        # Before buckets are shared, which goes beyond what the bound is of.
         gap = max(0.0, 1 - bound / found.outcome.seconds)
+        if not self._alone:
+            found = with_shared_buckets(problem, found, limit=self._limit(stage))
         return _Stage(desc, profile, problem, found, gap, self._cost(problem, found, start, stop))
 
     def _problem(self, stage: int, desc: ModelDesc, profile: Profile) -> ShardingProblem:

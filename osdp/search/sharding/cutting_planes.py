@@ -241,16 +241,18 @@ class CuttingPlaneSearch:
         rows, constant, caps, times = self._stacked(list(self._times.values()), list(self._moments.values()))
         room = constant - np.where(np.isfinite(caps), caps, 0.0)
         columns: list[Ints] = []
+        totals: list[Floats] = []
         bound = 0.0
 
         def price(weights: Floats) -> Floats:
             nonlocal bound
             if columns and deadline.is_over:
-                totals = np.stack([rows[column].sum(axis=0) for column in columns])
-                return np.asarray(totals[[int(np.argmin(totals @ weights))]])
+                known = np.stack(totals)
+                return np.asarray(known[[int(np.argmin(known @ weights))]])
             found = chains.cheapest(rows @ weights)
             columns.append(found)
             total = rows[found].sum(axis=0)
+            totals.append(total)
             seconds = float(weights[:times].sum())
             if seconds > 0:
                 bound = max(bound, float((total + room) @ weights) / seconds)

@@ -1,8 +1,8 @@
 """Local search: improve a plan by exchanging the units of items while the simulated step gets faster.
 
-Used where the exact search stopped with a gap. A neighbour gives one item, or all items that are alike, the
-units of another item of their size: in this plan, in a plan that was simulated before, or in an initial plan.
-The sweep is deterministic and bounded.
+Used where the exact search stopped with a gap, and, for buckets that are shared, beyond its space. A
+neighbour gives one item, or all items that are alike, the units of another item of their size: in this plan, in
+a plan that was simulated before, or in an initial plan. The sweep is deterministic and bounded.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -115,40 +115,53 @@ def side_by_side(problem: ShardingProblem, chosen: UnitTuples) -> Iterator[UnitT
     """The units of equal items in other orders: those that may share buckets first, and last.
 
     The search prices buckets by themselves, so that it may leave others between them: an MLP on two ranks
-    took 8 % longer with four of its six blocks in two buckets than in one.
+    took 8 % longer with four of its six blocks in two buckets than in one. Orders that have no fewer of them
+    are left out.
 
     Args:
         problem: The step to plan.
-        chosen: Units of a plan, none of which reaches beyond an item.
+        chosen: Units of a plan.
     """
     chain, possible = problem.timeline.chain, problem.timeline.recompute.possible
-    bounds = item_bounds(chain, possible)
-    if any(start < bound < stop for start, stop, _ in chosen for bound in bounds):
-        return
+    crossed = {place for start, stop, _ in chosen for place in range(start + 1, stop)}
+    bounds = [bound for bound in item_bounds(chain, possible) if bound not in crossed]
     items = patterns_of(bounds, chosen)
     alike: dict[object, list[int]] = {}
     for item, (first, end) in enumerate(pairwise(bounds)):
-        kind = bool(possible[first]), tuple(map(_kind_of, chain[first:end]))
+        kind = tuple(possible[first:end].tolist()), tuple(map(_kind_of, chain[first:end]))
         alike.setdefault(kind, []).append(item)
     for last in (False, True):
         order = list(items)
         for places in alike.values():
-            own = sorted((items[place] for place in places), key=lambda pattern: _shares(pattern) == last)
+            own = sorted((items[place] for place in places), key=lambda pattern: _rank_of(pattern, last=last))
             for place, pattern in zip(places, own, strict=True):
                 order[place] = pattern
-        if order != items:
-            yield _placed(bounds, order)
+        units = _placed(bounds, order)
+        if _num_buckets(units) < _num_buckets(chosen):
+            yield units
 
 
 def _kind_of(operator: Operator) -> object:
-    """Equal for operators that can have the same strategies and bytes."""
-    cut = operator.cut and (operator.cut.dim, operator.cut.slices, operator.cut.in_backward)
-    return cut, tuple((p.shape, p.dtype, p.trainable) for p in operator.parameters)
+    """Equal for operators that can have the same strategies, and so have the same bytes."""
+    names = [parameter.name for parameter in operator.parameters]
+    cut = operator.cut
+    slicing = cut and (cut.dim, cut.slices, cut.in_backward, cut.weight in names and names.index(cut.weight))
+    parameters = tuple((p.shape, p.dtype, p.trainable) for p in operator.parameters)
+    return operator.block is None, operator.keeps_dtype, slicing, parameters
 
 
-def _shares(pattern: Pattern) -> bool:
-    """Whether all units of an item may share buckets with neighbours of their kind."""
-    return all(_share(strategy, strategy) for _, _, strategy in pattern[1])
+def _rank_of(pattern: Pattern, *, last: bool) -> tuple[object, ...]:
+    """Order of the items whose units all may share buckets, by strategy, before or behind the others."""
+    strategies = tuple(strategy for _, _, strategy in pattern[1])
+    shares = all(_share(strategy, strategy) for strategy in strategies)
+    return shares == last, strategies if shares else ()
+
+
+def _num_buckets(units: UnitTuples) -> int:
+    """Number of buckets if all neighbours that may share one do."""
+    strategies = [strategy for _, _, strategy in units]
+    shared = sum(_share(own, following) for own, following in pairwise(strategies))
+    return sum(_share(own, own) for own in strategies) - shared
 
 
 def share_buckets(
@@ -157,6 +170,8 @@ def share_buckets(
     chosen: UnitTuples,
     outcome: StepEstimate,
     may_be_as_fast: MayBeAsFast | None = None,
+    *,
+    limit: float,
 ) -> tuple[StepEstimate, UnitTuples]:
     """Join neighbouring units of whole parameters, across blocks too, where the step is no slower and fits.
 
@@ -168,6 +183,7 @@ def share_buckets(
         chosen: Units of a feasible plan.
         outcome: The simulated step of ``chosen``.
         may_be_as_fast: Judges whether a plan is no slower; by default its seconds do.
+        limit: Bytes per device.
     """
     units, place = list(chosen), 0
     for _ in range(LOOKS):
@@ -180,7 +196,7 @@ def share_buckets(
         trial = (*units[:place], joint, *units[place + 2 :])
         seen = simulate_units(problem, trial, root)
         no_slower = seen.seconds <= outcome.seconds or (may_be_as_fast and may_be_as_fast(trial, seen))
-        if seen.peak <= problem.device.memory_limit and no_slower:
+        if seen.peak <= limit and no_slower:
             outcome, units = seen, list(trial)
         else:
             place += 1

@@ -236,20 +236,30 @@ def fastest(
 
 
 def with_shared_buckets(
-    problem: ShardingProblem, found: ShardingSolution, may_be_as_fast: MayBeAsFast | None = None
+    problem: ShardingProblem,
+    found: ShardingSolution,
+    may_be_as_fast: MayBeAsFast | None = None,
+    *,
+    limit: float | None = None,
 ) -> ShardingSolution:
     """The assignment with neighbouring replicated units joined: one step beyond the decision space.
 
     Equal items may change places for it.
+
+    Args:
+        problem: The step to plan.
+        found: The assignment.
+        may_be_as_fast: Judges whether a plan is no slower; by default its seconds do.
+        limit: Bytes per device; those of the problem's by default.
     """
     if not found.units:
         return found
-    root, limit = solution_root(problem, found), problem.device.memory_limit
-    outcome, units = share_buckets(problem, root, found.units, found.outcome, may_be_as_fast)
+    root, limit = solution_root(problem, found), problem.device.memory_limit if limit is None else limit
+    outcome, units = share_buckets(problem, root, found.units, found.outcome, may_be_as_fast, limit=limit)
     for other in side_by_side(problem, found.units):
         start = simulate_units(problem, other, root)
         if start.peak <= limit:
-            shared, joined = share_buckets(problem, root, other, start, may_be_as_fast)
+            shared, joined = share_buckets(problem, root, other, start, may_be_as_fast, limit=limit)
             if shared.seconds < outcome.seconds * (1 - _WORTH_MOVING) and len(joined) <= len(units):
                 outcome, units = shared, joined
     return replace(found, units=units, outcome=outcome)

@@ -3,7 +3,8 @@
 Decision space: :mod:`osdp.search.sharding.candidates`, with every operator outside the chain replicated or in
 the root unit (beyond the largest two, smaller ones are decided together). Neighbouring replicated units of
 the answer are joined afterwards wherever the simulated step is no slower
-(:func:`osdp.search.sharding.local_search.share_buckets`), so a plan may be better than the best of the space.
+(:func:`osdp.search.sharding.local_search.share_buckets`), for which equal items may change places; so a plan
+may be better than the best of the space.
 
 Time and memory of a step are maxima of functions linear in the units (:mod:`osdp.cost`), so the search solves
 on a few of them (:mod:`osdp.search.sharding.chain.solver`), simulates the answer, adds the moments that were

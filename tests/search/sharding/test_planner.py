@@ -418,7 +418,7 @@ def test_equal_blocks_change_places_so_that_those_in_buckets_are_neighbours() ->
     outcome = simulate_units(problem, units, root)
     found = ShardingSolution(units, (), tuple(problem.timeline.root), (), outcome, num_rows=0, bound=0.0)
     joined = planning.with_shared_buckets(problem, found)
-    _, fewer = share_buckets(problem, root, units, outcome)
+    _, fewer = share_buckets(problem, root, units, outcome, limit=2**40)
     assert len(joined.units) < len(fewer) < len(units)
     assert joined.outcome == simulate_units(problem, joined.units, root)
     assert joined.outcome.seconds < outcome.seconds
