@@ -1,8 +1,8 @@
 """Local search: improve a plan by exchanging the units of items while the simulated step gets faster.
 
 Used where the exact search stopped with a gap, and, for buckets that are shared, beyond its space. A
-neighbour gives one item, or all items that are alike, the units of another item of their size: in this plan, in
-a plan that was simulated before, or in an initial plan. The sweep is deterministic and bounded.
+neighbour gives one item, or all items that are alike, the units of another item of their size: in this plan,
+in a plan that was simulated before, or in an initial plan. The sweep is deterministic and bounded.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
