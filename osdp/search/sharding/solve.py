@@ -100,8 +100,8 @@ def solve_bounded(
     # 2. Kept slices multiply the candidates; where the proof failed, a smaller space may give a faster plan.
     bound = min((search.bound for search, _ in searches), default=np.inf)
     proven = best is None or best.outcome.seconds * (1 - CLOSE_ENOUGH) <= bound
-    if best is not None and options.keep and options.slices and not proven:
-        best = _without_kept_slices(problem, limit, options, solver, best)
+    if best is not None and options.keep and options.slices and not proven and not deadline.is_over:
+        best = _without_kept_slices(problem, limit, options, solver, best, deadline)
     # 3. While there is time, that choice whose bound is the lowest, which holds up the proof.
     upper = upper if best is None else best.outcome.seconds
     while deadline.is_set and np.isfinite(upper) and not deadline.is_over:
@@ -152,12 +152,13 @@ def _without_kept_slices(
     options: SearchOptions,
     solver: MasterSolver,
     best: ShardingSolution,
+    deadline: Deadline,
 ) -> ShardingSolution:
     """``best``, or a faster plan without kept slices: there a search of bounded width goes deeper."""
     root = solution_root(problem, best)
     space = CostedCandidates.of(problem, replace(options, keep=False), root_unit=root.has_unit)
     search = CuttingPlaneSearch(problem, root, limit, space, solver)
-    found = search.fastest(best.outcome.seconds)
+    found = search.fastest(best.outcome.seconds, deadline)
     if found is None:
         return best
     outcome, units = search.improved(*found)
