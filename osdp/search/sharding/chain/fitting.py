@@ -34,7 +34,8 @@ from osdp.cost.sharding.memory import (
 from osdp.cost.sharding.problem import RootUnitCost, ShardingProblem
 from osdp.cost.sharding.rows import fixed_bytes, own_bytes
 from osdp.cost.sharding.units import UnitCosts
-from osdp.search.sharding.candidates import CandidateUnits, Places
+from osdp.search.sharding.candidates import CandidateUnits
+from osdp.search.sharding.chain.solver import ItemShape, cheapest_from_start, cheapest_to_end
 
 #: Steps in which the items before a unit may keep more than they must; with more of them bounds hardly rise.
 _STEPS = 5
@@ -316,6 +317,7 @@ class _Paths:
         #: Whether each candidate ends its item.
         self.is_last = np.concatenate([stop == end for _, stop, end in space.places])
         self._known: dict[tuple[bytes, bytes], tuple[Floats, Floats]] = {}
+        self._shapes: dict[bytes, ItemShape] = {}
 
     def of_items(self, values: Floats) -> Floats:
         """``values`` of the items, ``(items,)``, for each of their candidates."""
@@ -355,18 +357,8 @@ class _Paths:
         places, mine = self.space.places[item], values[self.space.inner[item]]
         key = places[0].tobytes() + places[1].tobytes(), mine.tobytes()
         if key not in self._known:
-            self._known[key] = _sums(places, mine)
+            start, stop, end = places
+            shape = ItemShape(end, start, stop, rows=np.empty((0, len(start), 0)))
+            shape = self._shapes.setdefault(key[0], shape)
+            self._known[key] = cheapest_from_start(shape, mine), cheapest_to_end(shape, mine)
         return self._known[key]
-
-
-def _sums(places: Places, values: Floats) -> tuple[Floats, Floats]:
-    start, stop, end = places
-    so_far, ahead = np.full(end + 1, np.inf), np.full(end + 1, np.inf)
-    so_far[0] = ahead[end] = 0.0
-    for place in range(1, end + 1):
-        into = stop == place
-        so_far[place] = np.min(so_far[start[into]] + values[into], initial=np.inf)
-    for place in range(end - 1, -1, -1):
-        out_of = start == place
-        ahead[place] = np.min(ahead[stop[out_of]] + values[out_of], initial=np.inf)
-    return so_far, ahead

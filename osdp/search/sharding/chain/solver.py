@@ -223,7 +223,7 @@ def _last_edges(template: ItemShape, edges: Floats) -> list[Ints]:
     return last
 
 
-def _from_start(template: ItemShape, edges: Floats) -> Floats:
+def cheapest_from_start(template: ItemShape, edges: Floats) -> Floats:
     """Minimum cost from the item's beginning to each position, shape ``(size + 1,)``."""
     distance = np.full(template.size + 1, np.inf)
     distance[0] = 0.0
@@ -234,7 +234,7 @@ def _from_start(template: ItemShape, edges: Floats) -> Floats:
     return distance
 
 
-def _to_end(template: ItemShape, edges: Floats) -> Floats:
+def cheapest_to_end(template: ItemShape, edges: Floats) -> Floats:
     """Minimum cost from each position to the item's end, shape ``(size + 1,)``."""
     distance = np.full(template.size + 1, np.inf)
     distance[-1] = 0.0
@@ -336,7 +336,7 @@ class _Search:
         index, count, cheapest = self._distinct[number][1], self._counts[number], self._cheapest[number]
         template, ahead = self._problem.templates[self._distinct[number][0]], self._ahead[number]
         rows, edges = template.rows[index], template.rows[index] @ self._weights
-        before, remaining = _from_start(template, edges), _to_end(template, edges)
+        before, remaining = cheapest_from_start(template, edges), cheapest_to_end(template, edges)
         room = left + ahead[0]
         # Only edges on some path within the gap are useful: cheapest way to the edge, the edge, cheapest way
         # on.
