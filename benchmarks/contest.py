@@ -4,8 +4,9 @@ Rows are models x limits x networks x ranks, drawn by a committed seed so that e
 (:mod:`benchmarks.support.contest.design`); those of the models that nothing was tuned on are marked as held
 back, and summarized by themselves, too. In each row every rival (:mod:`benchmarks.support.contest.rivals`)
 trains the same global batch, cut into microbatches as suits it; those whose true bytes fit the limit are
-timed, and the fastest three compete with OSDP in turns, all of them made anew for every five rounds. The best
-of them is chosen on each half of the rounds and compared on the other. Bytes are those of the real process,
+timed, and the fastest three compete with OSDP in turns, all of them made anew for every five rounds; one that
+another beats clearly in the first of these takes no further part. The best of them is chosen on each half of
+the rounds and compared on the other. Bytes are those of the real process,
 gloo's buffers included (:mod:`benchmarks.support.live_bytes`). Rows of four ranks run two ranks on each core.
 
 All train by one script, whose ``torch.optim.AdamW(parameters, lr=...)`` leaves open how it steps: OSDP takes
@@ -44,7 +45,13 @@ from benchmarks.support.live_bytes import LiveBytes, NoCompilerError, preload
 from benchmarks.support.models import CASES, Case
 from benchmarks.support.testbed import NetworkUnavailableError, launch_over
 from benchmarks.support.timing import Ratio, alternate, in_common, over_best_rival
-from benchmarks.support.turns import COMPARED_STEPS, MOST_ROUNDS, ROUNDS, take_turns_until_narrow
+from benchmarks.support.turns import (
+    COMPARED_STEPS,
+    LEAST_ROUNDS,
+    MOST_ROUNDS,
+    ROUNDS,
+    take_turns_until_narrow,
+)
 from osdp import OSDP, DeviceInfo, InfeasibleError, Plan, Training, codec
 from osdp.text import format_bytes
 
@@ -63,6 +70,8 @@ MICROBATCHES = (1, 2, 4)
 FINALISTS = 3
 #: Part of its time that a rival might save by recomputation or smaller microbatches, generously.
 SAVED = 0.2
+#: How many times as long as another's the steps of a rival take that is clearly slower.
+CLEARLY = 1.05
 LOSS_TOLERANCE = 1e-3
 TIMEOUT = 1800
 
@@ -210,10 +219,15 @@ def compete(
         row["peak"] = contest.measure(partial(contest.step_of, setting, plan))[0]
         row["plan"] = codec.to_json(plan)
     makers = {name: partial(contest.step_of_rival, rival) for name, rival in chosen.items()}
-    first = next(iter(chosen))
-    makers[f"{first} again"] = makers[first]
     makers |= {name: partial(contest.step_of, *pair) for name, pair in plans.items()}
-    turns = take_turns_until_narrow(makers, partial(_needed, rows), most_rounds=most_rounds)
+    first = next(iter(plans or chosen))
+    makers[f"{first} again"] = makers[first]
+    turns = take_turns_until_narrow(
+        makers,
+        partial(_needed, rows),
+        clearly_slower=partial(_clearly_slower, rows),
+        most_rounds=most_rounds,
+    )
     return {
         "rows": rows,
         "seconds": turns.seconds,
@@ -234,7 +248,29 @@ def _microbatches(case: Case) -> tuple[int, ...]:
 def _needed(rows: Mapping[str, dict[str, Any]], seconds: Mapping[str, list[float]]) -> set[str]:
     """Candidates of the rows whose intervals are still wide."""
     wide = [rows[name] for name, ratio in _ratios(rows, seconds).items() if not ratio.is_narrow]
-    return {name for row in wide for name in (row["program"], *row["finalists"])}
+    return {name for row in wide for name in (row["program"], *_contenders(row, seconds))}
+
+
+def _clearly_slower(rows: Mapping[str, dict[str, Any]], seconds: Mapping[str, list[float]]) -> set[str]:
+    """Rivals that another one beats clearly, in each of their rows."""
+    rivals: set[str] = set()
+    in_question: set[str] = set()
+    for row in rows.values():
+        if "program" not in row:
+            continue
+        times = _contenders(row, seconds)
+        rivals |= {row["fsdp2"], *times}
+        if times:
+            best = min(times, key=lambda rival: median(times[rival]))
+            in_question |= {rival for rival in times if in_common(times[rival], times[best]).low <= CLEARLY}
+    return rivals - in_question
+
+
+def _contenders(row: Mapping[str, Any], seconds: Mapping[str, list[float]]) -> dict[str, list[float]]:
+    """The finalists of a row that were not left out early, with their seconds."""
+    times = {rival: seconds[rival] for rival in row["finalists"]}
+    least = min(LEAST_ROUNDS, max(map(len, times.values()), default=0))
+    return {rival: found for rival, found in times.items() if len(found) >= least}
 
 
 def _is_same(plan: Plan, other: Plan) -> bool:
@@ -252,8 +288,7 @@ def _ratios(rows: Mapping[str, dict[str, Any]], seconds: Mapping[str, list[float
     """The best rival over OSDP in each row that has both."""
 
     def ratio(row: Mapping[str, Any]) -> Ratio:
-        finalists = {rival: seconds[rival] for rival in row["finalists"]}
-        return over_best_rival(finalists, seconds[row["program"]])[1]
+        return over_best_rival(_contenders(row, seconds), seconds[row["program"]])[1]
 
     return {name: ratio(row) for name, row in rows.items() if "program" in row and row["finalists"]}
 
@@ -323,7 +358,7 @@ def _row(name: str, measured: Mapping[str, Any], expected: float) -> Row:
     if row["greedy_seconds"] is not None:
         row["exact_over_greedy"] = row["greedy_seconds"] / plan.predicted.step_seconds
     if row["finalists"]:
-        best, ratio = over_best_rival(row["rival_seconds"], row["seconds"])
+        best, ratio = over_best_rival(_contenders(row, seconds), row["seconds"])
         row |= {
             "best_rival": best,
             "over_best_rival": ratio.median,

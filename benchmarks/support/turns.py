@@ -70,6 +70,7 @@ def take_turns_until_narrow(
     makers: Mapping[str, Callable[[], TrainStep]],
     still_needed: Callable[[Mapping[str, list[float]]], Collection[str]],
     *,
+    clearly_slower: Callable[[Mapping[str, list[float]]], Collection[str]] = lambda seconds: (),
     most_rounds: int = MOST_ROUNDS,
 ) -> Turns:
     """Time the steps of all candidates in turn, on every rank of the live group, for as long as needed.
@@ -80,7 +81,9 @@ def take_turns_until_narrow(
 
     Args:
         makers: Makes a candidate's step number ``i``, by name.
-        still_needed: Names of the candidates that have to go on, given the seconds so far.
+        still_needed: Names of the candidates that have to go on after :data:`LEAST_ROUNDS`, given the
+            seconds so far.
+        clearly_slower: Names of those that need not go on until then.
         most_rounds: The most rounds.
 
     Returns:
@@ -120,6 +123,9 @@ def take_turns_until_narrow(
         elif rounds >= LEAST_ROUNDS:
             needed = still_needed(seconds)
             taking_part = [name for name in taking_part if name in needed]
+        else:
+            slower = clearly_slower(seconds)
+            taking_part = [name for name in taking_part if name not in slower]
         # As the first rank finds: clocks and times differ.
         decided = [taking_part]
         dist.broadcast_object_list(decided, 0)

@@ -9,7 +9,10 @@ from benchmarks.contest import (
     CASE_NAMES,
     HELD_BACK,
     NUM_ROWS,
+    _clearly_slower,
+    _needed,
     _put_aside,
+    _ratios,
     summarize,
 )
 from benchmarks.support.candidates import given_device
@@ -50,6 +53,27 @@ def test_the_best_rival_is_compared_on_rounds_that_did_not_choose_it() -> None:
     # A program of two rows goes on for the other one.
     assert over_best_rival(rivals, [1.5] * 12) == over_best_rival(rivals, [1.5] * 8)
     assert Ratio(1.0, 0.98, 1.03).is_narrow and not Ratio(1.0, 0.95, 1.03).is_narrow
+
+
+def test_a_rival_that_another_clearly_beats_is_left_out_early() -> None:
+    finalists = ["a", "b", "c"]
+    rows = {
+        "one": {"program": "osdp", "finalists": finalists, "fsdp2": "d"},
+        "two": {"program": "osdp", "finalists": ["b", "c"], "fsdp2": "b"},
+        "none fits": {"finalists": ["e"], "fsdp2": "e"},
+    }
+    seconds = {name: [s] * 5 for name, s in zip("abcde", (1.0, 1.2, 1.3, 1.5, 1.0), strict=True)}
+    seconds |= {"osdp": [0.9] * 5, "osdp again": [0.9] * 5}
+    # The best of the other row stays, and so does what is no rival.
+    assert _clearly_slower(rows, seconds) == {"c", "d"}
+    # It counts no more when the others have gone on: neither for the ratio nor for what is still needed.
+    wide = [0.8, 1.2] * 10
+    longer = {name: times if name in "cde" else wide for name, times in seconds.items()}
+    longer |= {"osdp": [0.9] * 20}
+    assert _ratios(rows, longer)["two"].median == pytest.approx(1 / 0.9)
+    assert _needed(rows, longer) == {"osdp", "a", "b"}
+    # Time may be over before anyone was left out.
+    assert _ratios(rows, seconds)["two"].median == pytest.approx(1.2 / 0.9)
 
 
 def test_rivals_are_every_kind_with_and_without_recomputation() -> None:

@@ -234,8 +234,8 @@ def test_every_benchmark_can_be_imported(claim: str) -> None:
     assert callable(importlib.import_module(f"benchmarks.{claim}").main)
 
 
-def _turns_of_three() -> tuple[dict[str, int], dict[str, int], list[str]]:
-    made: dict[str, int] = dict.fromkeys("abc", 0)
+def _turns_of_four() -> tuple[dict[str, int], dict[str, int], list[str]]:
+    made: dict[str, int] = dict.fromkeys("abcd", 0)
 
     def make(name: str) -> Callable[[int], float]:
         made[name] += 1
@@ -248,14 +248,15 @@ def _turns_of_three() -> tuple[dict[str, int], dict[str, int], list[str]]:
         # Ranks do not agree; the first one's word counts.
         return {"a", "b"} if len(seconds["a"]) < 30 else set("abc" if dist.get_rank() else "")
 
-    turns = take_turns_until_narrow({name: partial(make, name) for name in "abc"}, still_needed)
+    makers = {name: partial(make, name) for name in "abcd"}
+    turns = take_turns_until_narrow(makers, still_needed, clearly_slower=lambda seconds: {"d"})
     assert set(turns.losses.values()) == {COMPARED_STEPS - 1.0}
     return {name: len(times) for name, times in turns.seconds.items()}, made, asked
 
 
 def test_candidates_are_made_anew_until_they_are_no_longer_needed() -> None:
-    rounds, made = {"a": 30, "b": 30, "c": LEAST_ROUNDS}, {"a": 6, "b": 6, "c": 4}
-    for found, making, asked in run(2, _turns_of_three):
+    rounds, made = {"a": 30, "b": 30, "c": LEAST_ROUNDS, "d": ROUNDS}, {"a": 6, "b": 6, "c": 4, "d": 1}
+    for found, making, asked in run(2, _turns_of_four):
         assert (found, making, len(asked)) == (rounds, made, 3)
     assert all(count == ROUNDS * made[name] for name, count in rounds.items())
 
