@@ -4,7 +4,9 @@ The data are measured iterations in vTrain's columns (Bang et al., MICRO 2024; s
 :data:`osdp.cluster.calibration.measured_step.COLUMNS`), on nodes of eight A100 with NVSwitch inside and 800
 Gbit/s between them, by Megatron-LM's kind of program: GPT with a vocabulary of 50,257, attention that writes
 its scores, 1F1B, Adam in mixed precision. The rows do not say what was recomputed; all are taken to be set up
-alike, with full recomputation if one of them would not fit 80 GB otherwise, and with none if all do.
+alike, with full recomputation if one of them would not fit 80 GB otherwise, and with none if all do. Steps of
+other machines are judged with ``--cluster``, the file of these, of one kind or several: a step ran on its
+first nodes, with as many layers in each stage, or items where the stages do not divide the layers.
 
 - Zero-shot: the published rates (:data:`osdp.cluster.cost.rates.PUBLISHED`); nothing is fitted to the data.
 - Cross-validation: five parts, each predicted by coefficients fitted to the other four, with and without
@@ -19,12 +21,15 @@ vTrain's own error on its data (8.37 % on one node) is that of kernels profiled 
 measured steps: it may be compared with zero-shot, which has not seen the GPU, and with nothing else here.
 
 Errors are relative and absolute, their mean (MAPE) and median in the summary as fractions. Kendall's tau
-compares the order of the cross-validated steps with that of the measured ones.
+compares the order of the predicted steps with that of the measured ones. Regret is by how much longer than
+the fastest that layout took which is predicted to be the fastest, on average over all models and batches on
+the same devices of which several layouts were measured.
 
-    python -m benchmarks.planner_accuracy --data CSV [--json FILE]
+    python -m benchmarks.planner_accuracy --data CSV [--cluster FILE] [--json FILE]
 """
 
 import sys
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -44,7 +49,8 @@ from osdp.cluster.calibration.calibrate import (
 from osdp.cluster.calibration.measured_step import MeasuredStep, read_steps
 from osdp.cluster.calibration.step_model import Fitted, Setting, assumed_recompute
 from osdp.cluster.cost.rates import PUBLISHED
-from osdp.cluster.hardware import Gpu, NetworkLink, NodeType
+from osdp.cluster.file import load_cluster
+from osdp.cluster.hardware import Cluster, Gpu, NetworkLink, NodeGroup, NodeType
 
 Floats = NDArray[np.float64]
 
@@ -59,7 +65,8 @@ NODE = NodeType(
     inside=NetworkLink(229e9, 4e-6),
     outside=NetworkLink(0.9 * 100e9, 2e-5),
 )
-SETTING = Setting(NODE)
+#: As many nodes as any step needs.
+SETTING = Setting(Cluster((NodeGroup(NODE, 4096),)))
 
 #: Field of a step that is extrapolated, by its name in the summary.
 LEFT_OUT = {"leave_out_gpus": "devices", "leave_out_hidden": "hidden", "leave_out_microbatch": "samples"}
@@ -85,6 +92,23 @@ def larger_half(steps: tuple[MeasuredStep, ...], field: str) -> set[int]:
     return set(values[len(values) - len(values) // 2 :])
 
 
+def mean_regret(steps: Sequence[MeasuredStep], predicted: Floats) -> float | None:
+    """Mean of how much longer than the fastest layout the one took that is predicted to be the fastest.
+
+    ``None`` if no two steps are of one model and batch on as many devices.
+    """
+    groups: dict[Hashable, list[int]] = {}
+    for row, s in enumerate(steps):
+        alike = (s.devices, s.global_batch, s.hidden, s.heads, s.layers, s.sequence)
+        groups.setdefault(alike, []).append(row)
+    lost = [
+        steps[min(rows, key=lambda row: predicted[row])].seconds / min(steps[row].seconds for row in rows) - 1
+        for rows in groups.values()
+        if len(rows) > 1
+    ]
+    return float(np.mean(lost)) if lost else None
+
+
 def error_row(name: str, errors: Floats) -> Row:
     """What is shown of relative errors."""
     absolute = np.abs(errors)
@@ -102,22 +126,30 @@ def measure(options: Options) -> Result:
     """Zero-shot, cross-validated and left out."""
     result = Result(options)
     steps = read_steps(options.data or "")
-    setting = replace(SETTING, recompute=assumed_recompute(steps, SETTING))
+    setting = SETTING if options.cluster is None else Setting(load_cluster(options.cluster))
+    setting = replace(setting, recompute=assumed_recompute(steps, setting))
     rows: dict[str, Row] = {}
     measured = np.array([step.seconds for step in steps])
+    folds = min(FOLDS, len(steps))
     names = ("zero_shot", "coefficients_alone", "cross_validation", *LEFT_OUT)
     for name in harness.progress(names, len(names), "fits"):
-        if name == "zero_shot":
-            row = error_row(
-                name, relative_errors(steps, setting, Fitted(PUBLISHED, NODE.inside, NODE.outside))
-            )
-        elif name in LEFT_OUT:
+        if name in LEFT_OUT:
             row = _extrapolated(name, steps, setting)
+        elif name == "zero_shot" or folds > 1:
+            if name == "zero_shot":
+                errors = relative_errors(steps, setting, Fitted(PUBLISHED, setting.cluster))
+            else:
+                corrected = name == "cross_validation"
+                errors = cross_validation(steps, setting, folds=folds, corrected=corrected)
+            predicted = (1.0 + errors) * measured
+            row = error_row(name, errors)
+            row |= {
+                "kendall_tau": kendall_tau(predicted, measured),
+                "regret": mean_regret(steps, predicted),
+            }
         else:
-            corrected = name == "cross_validation"
-            errors = cross_validation(steps, setting, folds=FOLDS, corrected=corrected)
-            tau = kendall_tau((1.0 + errors) * measured, measured)
-            row = error_row(name, errors) | {"kendall_tau": tau}
+            row = dict.fromkeys(("mape", "median", "kendall_tau", "regret"))
+            row |= {"name": name, "reason": "a single step cannot be predicted from others"}
         rows[name] = row
         result.add(row)
     covered = interval_rows(steps, setting)
@@ -128,15 +160,17 @@ def measure(options: Options) -> Result:
             "name": "coefficients",
             "recompute": str(setting.recompute),
             "rates": repr(replace(fitted.rates, corrections=())),
-            "inside": repr(fitted.inside),
-            "outside": repr(fitted.outside),
+            "links": repr([(g.node.name, g.node.inside, g.node.outside) for g in fitted.cluster.groups]),
         }
     )
     result.summary = {
         "mape_zero_shot": rows["zero_shot"]["mape"],
+        "kendall_tau_zero_shot": rows["zero_shot"]["kendall_tau"],
+        "regret_zero_shot": rows["zero_shot"]["regret"],
         "mape_cv": rows["cross_validation"]["mape"],
         "median_cv": rows["cross_validation"]["median"],
         "kendall_tau": rows["cross_validation"]["kendall_tau"],
+        "regret": rows["cross_validation"]["regret"],
         **{name: rows[name]["mape"] for name in LEFT_OUT},
         "interval_coverage": covered["degrees"]["coverage"],
         "interval_half_width": covered["degrees"]["median_half_width"],
@@ -192,15 +226,20 @@ def _extrapolated(name: str, steps: tuple[MeasuredStep, ...], setting: Setting) 
 def main(arguments: list[str] | None = None) -> int:
     """Fit, print and return the exit status."""
     options = harness.parse_options(
-        "planner_accuracy", __doc__, arguments, data="CSV file of measured iterations, in vTrain's columns"
+        "planner_accuracy",
+        __doc__,
+        arguments,
+        data="CSV file of measured iterations, in vTrain's columns",
+        cluster="YAML or JSON file of the machines they ran on; by default vTrain's",
     )
     try:
         result = measure(options)
     except (OSError, ValueError) as error:
         raise SystemExit(f"error: {error}") from error
-    columns = ["steps predicted", "steps", "MAPE", "median", "p95", "bias"]
+    columns = ["steps predicted", "steps", "MAPE", "median", "p95", "bias", "tau", "regret"]
     shown = [row for row in result.rows if "steps" in row]
-    cells = [[row[key] for key in ("name", "steps", "mape", "median", "p95", "bias")] for row in shown]
+    keys = ["name", "steps", "mape", "median", "p95", "bias", "kendall_tau", "regret"]
+    cells = [[row.get(key) for key in keys] for row in shown]
     harness.table("relative errors of modelled steps", columns, cells)
     spreads = [row for row in result.rows if "coverage" in row]
     keys = ["name", "groups", "coverage", "median_half_width"]

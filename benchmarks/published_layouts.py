@@ -29,7 +29,6 @@ from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import accumulate
 from statistics import median
 
 from benchmarks.support import harness
@@ -44,14 +43,13 @@ from benchmarks.support.published.rows import (
     read_rows,
 )
 from benchmarks.support.published.spaces import ANY, space_of, with_samples
-from osdp.cluster.cost.even_step import even_bounds, even_slot
+from osdp.cluster.cost.even_step import even_slot, usual_bounds
 from osdp.cluster.cost.stage import ClusterPrices
 from osdp.cluster.cost.step import price
 from osdp.cluster.hardware import Cluster
 from osdp.cluster.plan import ClusterPlan, ParallelLayout, Workload
 from osdp.cluster.search.layouts import best_layouts
 from osdp.cluster.search.space import LayoutSpace
-from osdp.plan.shard_math import part_sizes
 
 #: Fewest rows that ran out of memory for which a count of wrong ones is told.
 FEWEST = 15
@@ -99,8 +97,8 @@ class Predicted:
 
 def priced(prices: ClusterPrices, layout: ParallelLayout) -> ClusterPlan:
     """A layout with as many layers in each stage, or where that is impossible as many items."""
-    layers, pp = prices.workload.shape.layers, layout.degrees.pp
-    bounds = even_bounds(layers, pp) if layers % pp == 0 else (0, *accumulate(part_sizes(layers + 2, pp)))
+    pp = layout.degrees.pp
+    bounds = usual_bounds(prices.workload.shape.layers, pp)
     return price(prices, layout, bounds, [even_slot(prices, layout)] * pp)
 
 

@@ -36,6 +36,7 @@ class Options:
         json: Where to write the result, if anywhere.
         device: ``"cpu"`` or ``"cuda"``.
         data: What it reads, if it reads anything.
+        cluster: The file of machines, if any.
         resume: Whether to keep the rows that are in ``json`` already.
     """
 
@@ -44,6 +45,7 @@ class Options:
     json: Path | None = None
     device: str = "cpu"
     data: Path | None = None
+    cluster: Path | None = None
     resume: bool = False
 
 
@@ -113,6 +115,7 @@ def parse_options(
     arguments: Sequence[str] | None = None,
     *,
     data: str = "",
+    cluster: str = "",
     resumes: bool = False,
 ) -> Options:
     """Read the command line of the script ``claim``.
@@ -122,6 +125,7 @@ def parse_options(
         description: Its docstring.
         arguments: The words of the command line; those of the process if ``None``.
         data: What it reads, if it reads anything.
+        cluster: What its file of machines is for, if it takes one.
         resumes: Whether it can be ended and go on later.
     """
     first_line = (description or claim).strip().splitlines()[0]
@@ -133,11 +137,14 @@ def parse_options(
         parser.add_argument("--resume", action="store_true", help="keep the rows that FILE has already")
     if data:
         parser.add_argument("--data", type=Path, metavar="FILE", required=True, help=data)
+    if cluster:
+        parser.add_argument("--cluster", type=Path, metavar="FILE", help=cluster)
     parsed = parser.parse_args(arguments)
     resume = resumes and parsed.resume
     if resume and parsed.json is None:
         parser.error("--resume needs --json FILE")
-    return Options(claim, parsed.quick, parsed.json, parsed.device, parsed.data if data else None, resume)
+    files = parsed.data if data else None, parsed.cluster if cluster else None
+    return Options(claim, parsed.quick, parsed.json, parsed.device, *files, resume)
 
 
 def command_line(options: Options) -> str:
@@ -146,6 +153,7 @@ def command_line(options: Options) -> str:
     words += ["--quick"] if options.quick else []
     words += ["--device", options.device] if options.device != "cpu" else []
     words += ["--data", options.data.name] if options.data else []
+    words += ["--cluster", options.cluster.name] if options.cluster else []
     return " ".join(words)
 
 

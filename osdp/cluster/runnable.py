@@ -345,8 +345,8 @@ def device_of_stage(
         stage_link=_stage_link(homes),
         tensor_links=_links([home.tensor for home in homes]) if plan.layout.degrees.tp > 1 else (),
         copy_bandwidth=min(gpu.memory_bandwidth for home in homes for gpu in home.gpus) / 2,
-        flops=min(gpu.flops * gpu.best_share for gpu in gpus) / BEST_SHARE * rates.matrix_share,
-        memory_bandwidth=min(gpu.memory_bandwidth for gpu in gpus) * rates.memory_share,
+        flops=min(gpu.flops * gpu.best_share * rates.on(gpu.name).matrix_share for gpu in gpus) / BEST_SHARE,
+        memory_bandwidth=min(gpu.memory_bandwidth * rates.on(gpu.name).memory_share for gpu in gpus),
         slowdowns=slowdowns if len(set(slowdowns)) > 1 else (),
         rank_limits=limits if len(set(limits)) > 1 else (),
     )

@@ -7,12 +7,13 @@ from pathlib import Path
 from osdp.cluster.calibration.measured_step import COLUMNS, MeasuredStep
 from osdp.cluster.calibration.step_model import Fitted, Setting, StepModel
 from osdp.cluster.cost.rates import PUBLISHED, Efficiencies
-from osdp.cluster.hardware import Gpu, NetworkLink, NodeType
+from osdp.cluster.hardware import Cluster, Gpu, NetworkLink, NodeGroup, NodeType
 
 NODE = NodeType(
     "node", Gpu("gpu", 300e12, 80 * 2**30, 2e12, 108), 8, NetworkLink(2e11, 7e-6), NetworkLink(5e10, 2e-5)
 )
-SETTING = Setting(NODE)
+CLUSTER = Cluster((NodeGroup(NODE, 64),))
+SETTING = Setting(CLUSTER)
 #: Far from what is published.
 TRUE = Efficiencies(0.9, 0.35, 0.5, 1.1e-4, blend=0.2, sum_seconds=6e-5, step_seconds=1e-3)
 
@@ -28,6 +29,16 @@ def grid() -> tuple[MeasuredStep, ...]:
     )
 
 
+def fitted(
+    rates: Efficiencies = PUBLISHED,
+    inside: NetworkLink = NODE.inside,
+    outside: NetworkLink = NODE.outside,
+) -> Fitted:
+    """Coefficients and links of the one kind of node."""
+    node = replace(NODE, inside=inside, outside=outside)
+    return Fitted(rates, Cluster((NodeGroup(node, 64),)))
+
+
 def timed(
     steps: Sequence[MeasuredStep],
     rates: Efficiencies = PUBLISHED,
@@ -35,7 +46,7 @@ def timed(
     outside: NetworkLink = NODE.outside,
 ) -> tuple[MeasuredStep, ...]:
     """The same with the seconds that the model gives them."""
-    seconds = StepModel(steps, SETTING).seconds(Fitted(rates, inside, outside)).tolist()
+    seconds = StepModel(steps, SETTING).seconds(fitted(rates, inside, outside)).tolist()
     return tuple(replace(step, seconds=s) for step, s in zip(steps, seconds, strict=True))
 
 

@@ -1,13 +1,14 @@
 """``osdp cluster calibrate``: coefficients of the time model from a CSV file of measured steps."""
 
-from dataclasses import fields, replace
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from osdp.cli.options import Out
-from osdp.cluster.calibration.calibrate import Calibration, calibrate
+from osdp.cluster.calibration.calibrate import OF_DEVICES, SHARED, Calibration, calibrate
 from osdp.cluster.calibration.measured_step import read_steps
 from osdp.cluster.calibration.step_model import Setting, assumed_recompute
 from osdp.cluster.cost.rates import PUBLISHED
@@ -30,22 +31,17 @@ def calibrate_steps(
     out: Out = Path("calibration.json"),
 ) -> None:
     """Fit the time model to measured steps, for --calibration; print its error on held-out steps."""
-    groups = load_cluster(cluster).groups
-    if len(groups) > 1:
-        kinds = ", ".join(group.node.name for group in groups)
-        raise ValueError(
-            f"{cluster} has {len(groups)} kinds of nodes ({kinds}); calibrate each kind separately"
-        )
+    there = load_cluster(cluster)
     if recomputation not in (None, *RecomputeLayers):
         raise ValueError(f"--recomputation {recomputation}: must be one of {', '.join(RecomputeLayers)}")
     steps = read_steps(data)
-    most, there = max(step.devices for step in steps), groups[0].node.devices * groups[0].count
-    if most > there:
+    most = max(step.devices for step in steps)
+    if most > there.num_devices:
         raise ValueError(
-            f"{data} has steps on {most} devices, but {cluster} has {there}: give the cluster "
+            f"{data} has steps on {most} devices, but {cluster} has {there.num_devices}: give the cluster "
             "that they ran on"
         )
-    setting = Setting(groups[0].node, vocabulary, flash)
+    setting = Setting(there, vocabulary, flash)
     again = assumed_recompute(steps, setting) if recomputation is None else RecomputeLayers(recomputation)
     setting = replace(setting, recompute=again)
     found = calibrate(steps, setting)
@@ -57,28 +53,38 @@ def _report(found: Calibration, setting: Setting) -> str:
     """Published and fitted value of each coefficient, and the errors of held-out steps."""
     rows: list[tuple[str, str, str]] = [("coefficient", "published", "fitted")]
     notes = []
-    for field in fields(PUBLISHED):
-        if field.name not in ("corrections", "error_quantile"):
-            before, after = (
-                _text(field.name, getattr(each, field.name)) for each in (PUBLISHED, found.rates)
-            )
-            rows.append((field.name, before, after))
-            if field.name.endswith("_share") and getattr(found.rates, field.name) > 1:
+    nodes = {group.node.name: group.node for group in setting.cluster.groups}
+    several = len(found.links) > 1
+
+    def compare(before: object, after: object, names: Iterable[str], of: str = "", kind: str = "") -> None:
+        of = f"{of} " if of and several else ""
+        for name in names:
+            value = getattr(after, name)
+            told = f"{of}{kind} {name}".strip() if kind else f"{of}{name}"
+            rows.append((told, _text(name, getattr(before, name)), _text(name, value)))
+            if name.endswith("_share") and value > 1:
                 notes.append(
-                    f"the fitted {field.name} is {after}, more than is specified: something assumed of these "
-                    f"steps is wrong, such as recomputation ({setting.recompute}) or attention"
+                    f"the fitted {told} is {_text(name, value)}, more than is specified: something assumed "
+                    f"of these steps is wrong, such as recomputation ({setting.recompute}) or attention"
                 )
-    links = {"link": (setting.node.inside, found.inside), "network": (setting.node.outside, found.outside)}
-    own = known_gpus().get(setting.node.gpu.name, {}).get("link_share", LINK_SHARE)
-    shares = {"link": own, "network": NETWORK_SHARE}
-    for kind, (specified, fitted) in links.items():
-        if fitted is not None:
-            rows += [
-                (f"{kind} {name}", _text(name, getattr(specified, name)), _text(name, getattr(fitted, name)))
-                for name in ("bandwidth", "latency")
-            ]
-            if fitted.bandwidth > specified.bandwidth / shares[kind]:
-                notes.append(f"the fitted {kind} is faster than specified: these steps hardly determine it")
+
+    for gpu in dict.fromkeys(nodes[links.node].gpu.name for links in found.links):
+        compare(PUBLISHED, found.rates.on(gpu), OF_DEVICES, gpu)
+    compare(PUBLISHED, found.rates, SHARED)
+    for links in found.links:
+        node = nodes[links.node]
+        own = known_gpus().get(node.gpu.name, {}).get("link_share", LINK_SHARE)
+        for kind, specified, fitted, share in (
+            ("link", node.inside, links.inside, own),
+            ("network", node.outside, links.outside, NETWORK_SHARE),
+        ):
+            if fitted is not None:
+                compare(specified, fitted, ("bandwidth", "latency"), node.name, kind)
+                if fitted.bandwidth > specified.bandwidth / share:
+                    notes.append(
+                        f"the fitted {kind} of {node.name} is faster than specified: these steps hardly "
+                        "determine it"
+                    )
     attention = "FlashAttention" if found.flash else "attention that stores its scores"
     told = (
         f"{found.steps} steps of {len(found.rates.corrections)} kinds of layers, recompute "

@@ -14,7 +14,8 @@ proven global; the same rows give the same answer.
 """
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,14 +23,17 @@ from numpy.typing import NDArray
 from osdp.cluster.calibration.measured_step import MeasuredStep
 from osdp.cluster.calibration.step_model import Fitted, Setting, StepModel
 from osdp.cluster.cost.corrections import ALONE, Correction, LayerSize, corrections_of, deviation_at
-from osdp.cluster.cost.rates import PUBLISHED, Efficiencies
-from osdp.cluster.hardware import Cluster, NetworkLink
+from osdp.cluster.cost.rates import PUBLISHED, DeviceEfficiencies, Efficiencies
+from osdp.cluster.hardware import Cluster, NetworkLink, NodeGroup
 from osdp.codec import Savable
 
 Floats = NDArray[np.float64]
 
 #: Relative error below which errors count squared, and a typical relative error: d and s above.
 _SMALL, _TYPICAL = 0.02, 0.05
+#: Coefficients of each kind of GPU with its host, and those of all of them together.
+OF_DEVICES = ("matrix_share", "unaligned_share", "memory_share", "call_seconds", "blend")
+SHARED = ("sum_seconds", "step_seconds")
 #: Prior standard deviation of each coefficient's logarithm: w above.
 _SPREAD = {
     "matrix_share": 0.15,
@@ -39,21 +43,28 @@ _SPREAD = {
     "blend": 0.5,
     "sum_seconds": 1.0,
     "step_seconds": 1.0,
-    "inside_bandwidth": 0.4,
-    "inside_latency": 0.5,
-    "outside_bandwidth": 0.4,
-    "outside_latency": 0.5,
+    "bandwidth": 0.4,
+    "latency": 0.5,
 }
 #: Start values of coefficients without a published value: almost no effect.
-_START = {
-    "blend": 0.2,
-    "sum_seconds": 3e-5,
-    "step_seconds": 5e-4,
-    "inside_latency": 1e-6,
-    "outside_latency": 1e-6,
-}
+_START = {"blend": 0.2, "sum_seconds": 3e-5, "step_seconds": 5e-4, "latency": 1e-6}
 #: Levenberg-Marquardt: maximum iterations, relative gain at which to stop, and step of finite differences.
 _MAX_STEPS, _ENOUGH, _DIFFERENCE = 30, 1e-5, 1e-4
+
+
+@dataclass(frozen=True, slots=True)
+class FittedLinks:
+    """Links of a kind of node that measured steps ran on.
+
+    Attributes:
+        node: Name of the kind.
+        inside: Link between devices of a node.
+        outside: Link between a node and the network; ``None`` if no step ran on several nodes.
+    """
+
+    node: str
+    inside: NetworkLink
+    outside: NetworkLink | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +72,8 @@ class Calibration(Savable):
     """Coefficients fitted to measured steps, and their cross-validation error.
 
     Attributes:
-        node: Name of the kind of node that the steps ran on.
+        links: Links of each kind of node that the steps ran on.
         rates: Efficiencies of devices and hosts.
-        inside: Link between devices of a node.
-        outside: Link between a node and the network; ``None`` if no step ran on several nodes.
         steps: Number of steps in the fit.
         mean_error: Mean absolute relative error of held-out steps.
         median_error: Median absolute relative error of held-out steps.
@@ -72,10 +81,8 @@ class Calibration(Savable):
         flash: Whether those steps used FlashAttention, which does not store its scores.
     """
 
-    node: str
+    links: tuple[FittedLinks, ...]
     rates: Efficiencies
-    inside: NetworkLink
-    outside: NetworkLink | None
     steps: int
     mean_error: float
     median_error: float
@@ -88,15 +95,20 @@ class Calibration(Savable):
         Raises:
             ValueError: It has nodes of a kind that the steps did not run on.
         """
-        others = [group.node.name for group in cluster.groups if group.node.name != self.node]
+        known = {links.node: links for links in self.links}
+        others = [group.node.name for group in cluster.groups if group.node.name not in known]
         if others:
             raise ValueError(
-                f"the calibration is of nodes {self.node!r}, the cluster has {', '.join(others)} too; "
-                "measure steps there, or plan without it"
+                f"the calibration is of nodes {', '.join(map(repr, known))}, the cluster has "
+                f"{', '.join(others)} too; measure steps there, or plan without it"
             )
-        (group,) = cluster.groups
-        node = replace(group.node, inside=self.inside, outside=self.outside or group.node.outside)
-        return Cluster((replace(group, node=node),))
+
+        def fitted(group: NodeGroup) -> NodeGroup:
+            links = known[group.node.name]
+            outside = links.outside or group.node.outside
+            return replace(group, node=replace(group.node, inside=links.inside, outside=outside))
+
+        return Cluster(tuple(map(fitted, cluster.groups)))
 
 
 def calibrate(
@@ -114,13 +126,15 @@ def calibrate(
         ValueError: There are fewer steps than folds, or fewer folds than two.
     """
     errors = np.abs(cross_validation(steps, setting, rates=rates, folds=folds))
-    found = fit(steps, setting, rates=rates)
+    found, model = fit(steps, setting, rates=rates), StepModel(steps, setting)
     quantile = error_quantile(held_out_scores(steps, setting, rates=rates, folds=folds))
     return Calibration(
-        node=setting.node.name,
+        links=tuple(
+            FittedLinks(node.name, node.inside, node.outside if model.spans_nodes(kind) else None)
+            for kind, node in enumerate(group.node for group in found.cluster.groups)
+            if model.uses(kind)
+        ),
         rates=replace(found.rates, error_quantile=quantile),
-        inside=found.inside,
-        outside=found.outside if StepModel(steps, setting).spans_nodes else None,
         steps=len(steps),
         mean_error=float(errors.mean()),
         median_error=float(np.median(errors)),
@@ -310,26 +324,41 @@ def _held_out(
 
 
 def _fit(model: StepModel, rates: Efficiencies, corrected: bool) -> Fitted:
-    """Fit the logarithms of all coefficients at once, with ``rates`` and the links of the node as prior."""
-    # 1. The prior, in logarithms; links between nodes only if some step used them.
-    node = model.setting.node
-    prior = {f.name: getattr(rates, f.name) for f in fields(rates) if f.name in _SPREAD}
-    prior |= {"inside_bandwidth": node.inside.bandwidth, "inside_latency": node.inside.latency}
-    if model.spans_nodes:
-        prior |= {"outside_bandwidth": node.outside.bandwidth, "outside_latency": node.outside.latency}
-    names = tuple(prior)
-    start = np.log([prior[name] or _START[name] for name in names])
-    spread = np.array([_SPREAD[name] for name in names])
+    """Fit the logarithms of all coefficients at once, with ``rates`` and the links of the nodes as prior."""
+    # 1. The prior, in logarithms, by part of the model: what all share, each kind of GPU, each kind of link.
+    groups = model.setting.cluster.groups
+    kinds = [kind for kind in range(len(groups)) if model.uses(kind)]
+    gpus = list(dict.fromkeys(groups[kind].node.gpu.name for kind in kinds))
+    prior: dict[tuple[str, str], float] = {("", name): getattr(rates, name) for name in SHARED}
+    prior |= {(gpu, name): getattr(rates.on(gpu), name) for gpu in gpus for name in OF_DEVICES}
+    for kind in kinds:
+        node = groups[kind].node
+        prior |= {(f"inside {kind}", name): value for name, value in asdict(node.inside).items()}
+        if model.spans_nodes(kind):
+            prior |= {(f"outside {kind}", name): value for name, value in asdict(node.outside).items()}
+    start = np.log([value or _START[name] for (_, name), value in prior.items()])
+    spread = np.array([_SPREAD[name] for _, name in prior])
     measured = model.measured
 
     # 2. Residuals: weighted errors of the steps, then distances from the prior; (rows + coefficients,).
     def coefficients(x: Floats) -> Fitted:
-        found = dict(zip(names, np.exp(x).tolist(), strict=True))
-        inside = NetworkLink(found.pop("inside_bandwidth"), found.pop("inside_latency"))
-        outside = node.outside
-        if model.spans_nodes:
-            outside = NetworkLink(found.pop("outside_bandwidth"), found.pop("outside_latency"))
-        return Fitted(Efficiencies(**(found | {"blend": min(found["blend"], 1.0)})), inside, outside)
+        found: dict[str, dict[str, float]] = {}
+        for (part, name), value in zip(prior, np.exp(x).tolist(), strict=True):
+            found.setdefault(part, {})[name] = min(value, 1.0) if name == "blend" else value
+        own = tuple(DeviceEfficiencies(gpu, **found[gpu]) for gpu in gpus)
+        # Of one kind of GPU they are those of all.
+        first: dict[str, Any] = found[""] | found[gpus[0]]
+        shared = Efficiencies(**first, devices=own if len(gpus) > 1 else ())
+
+        def fitted(kind: int, group: NodeGroup) -> NodeGroup:
+            node = group.node
+            for side in ("inside", "outside"):
+                if own := found.get(f"{side} {kind}"):
+                    link = NetworkLink(**own)
+                    node = replace(node, inside=link) if side == "inside" else replace(node, outside=link)
+            return replace(group, node=node)
+
+        return Fitted(shared, Cluster(tuple(fitted(kind, group) for kind, group in enumerate(groups))))
 
     def residuals(x: Floats) -> Floats:
         error = model.seconds(coefficients(x)) / measured - 1.0

@@ -84,10 +84,11 @@ class MeasuredStep:
         for name, number, by in (
             ("heads", self.heads, self.tp),
             ("hidden", self.hidden, self.heads),
-            ("layers", self.layers, self.pp),
         ):
             if number % by:
                 raise ValueError(f"{name}={number} is not a multiple of {by}")
+        if self.layers < self.pp:
+            raise ValueError(f"{self.layers} layers cannot be divided among {self.pp} stages")
 
     @property
     def microbatches(self) -> int:

@@ -2,17 +2,18 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 from osdp.cluster.calibration.measured_step import MeasuredStep
-from osdp.cluster.cost.even_step import EvenSteps, even_bounds, even_slot
+from osdp.cluster.cost.even_step import EvenSteps, slots_in_order, usual_bounds
 from osdp.cluster.cost.rates import PUBLISHED, Efficiencies
 from osdp.cluster.cost.stage import ClusterPrices
 from osdp.cluster.cost.stage_table import StagePricer
-from osdp.cluster.hardware import Cluster, NetworkLink, NodeGroup, NodeType
+from osdp.cluster.hardware import Cluster
 from osdp.cluster.plan import ParallelLayout, RecomputeLayers, Workload
 from osdp.cluster.transformer import TransformerShape
 from osdp.plan.dims import ParallelDims
@@ -28,13 +29,14 @@ class Setting:
     """Settings that measured steps share and that are not columns of their CSV file.
 
     Attributes:
-        node: Type of the machines, the same for all.
+        cluster: The machines. A step ran on the first of them that have enough devices, its ranks numbered in
+            their order, tensor-parallel ones first and stages last.
         vocabulary: Entries of the embedding.
         flash: Whether attention is FlashAttention, which does not store its scores.
         recompute: Activation recomputation.
     """
 
-    node: NodeType
+    cluster: Cluster
     vocabulary: int = 50257
     flash: bool = False
     recompute: RecomputeLayers = RecomputeLayers.NONE
@@ -46,13 +48,11 @@ class Fitted:
 
     Attributes:
         rates: Efficiencies of devices and hosts.
-        inside: Link between devices of a node.
-        outside: Link between a node and the network; unchanged if no step ran on several nodes.
+        cluster: The machines with these links; unchanged where no step used them.
     """
 
     rates: Efficiencies
-    inside: NetworkLink
-    outside: NetworkLink
+    cluster: Cluster
 
 
 class StepModel:
@@ -62,22 +62,28 @@ class StepModel:
         self.steps = tuple(steps)
         self.setting = setting
         self.layouts = tuple(_layout(step, setting.recompute) for step in self.steps)
+        counts = {step.devices: nodes_used(step.devices, setting.cluster) for step in self.steps}
+        #: Nodes of each kind that each step ran on.
+        self.nodes = tuple(counts[step.devices] for step in self.steps)
 
-    @property
-    def spans_nodes(self) -> bool:
-        """Whether any step ran on several nodes."""
-        return any(num_nodes(step, self.setting.node) > 1 for step in self.steps)
+    def uses(self, kind: int) -> bool:
+        """Whether any step ran on nodes of a kind."""
+        return any(counts[kind] for counts in self.nodes)
+
+    def spans_nodes(self, kind: int) -> bool:
+        """Whether any step on nodes of a kind used the network."""
+        return any(counts[kind] and sum(counts) > 1 for counts in self.nodes)
 
     def seconds(self, fitted: Fitted) -> Floats:
         """Modelled seconds of each step with these coefficients and links, shape ``(rows,)``."""
         # Steps of one layer size on one cluster share their layer times.
-        node = replace(self.setting.node, inside=fitted.inside, outside=fitted.outside)
-        priced: dict[tuple[int, ...], EvenSteps] = {}
+        priced: dict[tuple[object, ...], EvenSteps] = {}
         found = np.empty(len(self.steps))
-        for row, (step, layout) in enumerate(zip(self.steps, self.layouts, strict=True)):
-            key = (step.hidden, step.heads, step.sequence, num_nodes(step, node))
+        rows = zip(self.steps, self.layouts, self.nodes, strict=True)
+        for row, (step, layout, counts) in enumerate(rows):
+            key = (step.hidden, step.heads, step.sequence, counts)
             if key not in priced:
-                priced[key] = EvenSteps(_prices(step, self.setting, node, fitted.rates))
+                priced[key] = EvenSteps(_prices(step, self.setting, fitted, counts))
             found[row] = priced[key].seconds(layout, step.layers)
         return found
 
@@ -87,14 +93,25 @@ class StepModel:
         return np.array([step.seconds for step in self.steps])
 
 
-def num_nodes(step: MeasuredStep, node: NodeType) -> int:
-    """Number of nodes that a step ran on."""
-    return math.ceil(step.devices / node.devices)
+def nodes_used(devices: int, cluster: Cluster) -> tuple[int, ...]:
+    """The first nodes of a cluster that have so many devices, by kind.
+
+    Raises:
+        ValueError: It has fewer.
+    """
+    counts, left = [], devices
+    for group in cluster.groups:
+        counts.append(min(group.count, max(math.ceil(left / group.node.devices), 0)))
+        left -= counts[-1] * group.node.devices
+    if left > 0:
+        raise ValueError(
+            f"a step ran on {devices} devices, but the cluster has {cluster.num_devices}: give the one that "
+            "the steps ran on"
+        )
+    return tuple(counts)
 
 
-def _prices(
-    step: MeasuredStep, setting: Setting, node: NodeType, rates: Efficiencies = PUBLISHED
-) -> ClusterPrices:
+def _prices(step: MeasuredStep, setting: Setting, fitted: Fitted, counts: tuple[int, ...]) -> ClusterPrices:
     shape = TransformerShape(
         name="measured",
         layers=step.layers,
@@ -104,10 +121,9 @@ def _prices(
         vocabulary=setting.vocabulary,
         positions=step.sequence,
     )
-    cluster = Cluster((NodeGroup(node, num_nodes(step, node)),))
     # Measured steps are those of Megatron-LM's kind of program.
     workload = Workload(shape=shape, global_batch=step.global_batch, flash=setting.flash, split_sends=True)
-    return ClusterPrices(cluster, workload, rates)
+    return ClusterPrices(fitted.cluster.part(counts), workload, fitted.rates)
 
 
 def _layout(step: MeasuredStep, recompute: RecomputeLayers) -> ParallelLayout:
@@ -121,18 +137,24 @@ def assumed_recompute(steps: Sequence[MeasuredStep], setting: Setting) -> Recomp
     ``FULL`` if without recomputation some step would not have fit in its devices' memory, even allowing for
     an estimate that is 20% too high; otherwise ``NONE``.
     """
-    ratios = (_memory_ratio(step, _layout(step, RecomputeLayers.NONE), setting) for step in steps)
+    ratios = (_memory_ratio(step, setting) for step in steps)
     too_high = any(ratio > _MAX_MEMORY_RATIO for ratio in ratios)
     return RecomputeLayers.FULL if too_high else RecomputeLayers.NONE
 
 
-def _memory_ratio(step: MeasuredStep, layout: ParallelLayout, setting: Setting) -> float:
-    """Memory of the fullest stage, as a fraction of the device's.
+def _memory_ratio(step: MeasuredStep, setting: Setting) -> float:
+    """Memory of the fullest stage without recomputation, as a fraction of the device's.
 
-    Only the first and last stage are checked: they hold the most microbatches and the head.
+    Only the first and last stage on each kind of slot are checked: they hold the most microbatches and the
+    head.
     """
-    prices = _prices(step, setting, setting.node)
-    stages = StagePricer(prices, layout, even_slot(prices, layout))
-    bounds = even_bounds(step.layers, step.pp)
-    taken = (stages.stage(bounds[rank], bounds[rank + 1], rank).bytes for rank in {0, step.pp - 1})
+    counts, layout = nodes_used(step.devices, setting.cluster), _layout(step, RecomputeLayers.NONE)
+    prices = _prices(step, setting, Fitted(PUBLISHED, setting.cluster), counts)
+    slots, bounds = slots_in_order(prices.cluster, layout), usual_bounds(step.layers, step.pp)
+    pricers = {slot: StagePricer(prices, layout, slot) for slot in dict.fromkeys(slots)}
+    ends = [
+        rank for rank, slot in enumerate(slots) if slot not in slots[:rank] or slot not in slots[rank + 1 :]
+    ]
+    parts = list(pairwise(bounds))
+    taken = (pricers[slots[rank]].stage(*parts[rank], rank).bytes for rank in ends)
     return max(stage.total / stage.limit for stage in taken)

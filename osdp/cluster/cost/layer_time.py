@@ -8,7 +8,7 @@ the operators concurrently (:mod:`osdp.cluster.cost.rates`).
 from dataclasses import dataclass
 
 from osdp.cluster.cost.layer_work import Gemm, LayerWork
-from osdp.cluster.cost.rates import Efficiencies, is_aligned, occupied_flops
+from osdp.cluster.cost.rates import DeviceEfficiencies, Efficiencies, is_aligned, occupied_flops, together
 from osdp.cluster.hardware import BEST_SHARE, Gpu
 
 
@@ -48,22 +48,23 @@ def layer_seconds(work: LayerWork, gpu: Gpu, rates: Efficiencies) -> LayerSecond
         rates: Efficiencies of devices and host.
     """
     # Products and memory-bound operators run one after the other on the device, host calls concurrently.
-    bandwidth = gpu.memory_bandwidth * rates.memory_share
-    calling = work.kernels * rates.call_seconds
-    forward = sum(_seconds(gemm, gpu, rates) for gemm in work.gemms) + work.moved_bytes / bandwidth
+    own = rates.on(gpu.name)
+    bandwidth = gpu.memory_bandwidth * own.memory_share
+    calling = work.kernels * own.call_seconds
+    forward = sum(_seconds(gemm, gpu, own) for gemm in work.gemms) + work.moved_bytes / bandwidth
     backward = work.backward_bytes / bandwidth
     for gemm in work.gemms:
-        backward += sum(_seconds(part, gpu, rates) for part in gemm.gradients)
+        backward += sum(_seconds(part, gpu, own) for part in gemm.gradients)
         # FlashAttention recomputes the scores in its backward: one of its two products once more.
-        backward += _seconds(gemm, gpu, rates) / 2 if gemm.fused else 0.0
+        backward += _seconds(gemm, gpu, own) / 2 if gemm.fused else 0.0
     return LayerSeconds(
-        forward=rates.together(forward, calling),
-        backward=rates.together(backward, calling),
-        attention=sum(_seconds(gemm, gpu, rates) for gemm in work.attention),
+        forward=together(forward, calling, own.blend),
+        backward=together(backward, calling, own.blend),
+        attention=sum(_seconds(gemm, gpu, own) for gemm in work.attention),
     )
 
 
-def _seconds(gemm: Gemm, gpu: Gpu, rates: Efficiencies) -> float:
+def _seconds(gemm: Gemm, gpu: Gpu, rates: Efficiencies | DeviceEfficiencies) -> float:
     """Device seconds of one matrix product."""
     rows, columns, inner = gemm.rows, gemm.columns, gemm.inner
     # The rates are those of an A100; other GPUs sustain another part of what is specified.

@@ -31,6 +31,27 @@ _ALIGNMENT = 8
 
 
 @dataclass(frozen=True, slots=True)
+class DeviceEfficiencies:
+    """What is fitted for one kind of GPU, and its host, where measured steps ran on several kinds.
+
+    Attributes:
+        gpu: Name of the GPU.
+        matrix_share: As in :class:`Efficiencies`, and so are the others.
+        unaligned_share: Likewise.
+        memory_share: Likewise.
+        call_seconds: Likewise.
+        blend: Likewise.
+    """
+
+    gpu: str
+    matrix_share: float
+    unaligned_share: float
+    memory_share: float
+    call_seconds: float
+    blend: float
+
+
+@dataclass(frozen=True, slots=True)
 class Efficiencies:
     """Coefficients of the time model of a step.
 
@@ -44,6 +65,7 @@ class Efficiencies:
         sum_seconds: Seconds of each tensor-parallel all-reduce of two ranks in addition to the latency of the
             link: its launch, and the rank that waits for the other one.
         step_seconds: Fixed seconds per step: data loading, training loop, gradient scaler.
+        devices: Kinds of GPUs with coefficients of their own.
         corrections: Residuals of measured layers.
         error_quantile: 90 % quantile of the errors of steps that were held out, in standard deviations
             (:func:`osdp.cluster.cost.corrections.deviation_at`); 0 if nothing was fitted.
@@ -56,6 +78,7 @@ class Efficiencies:
     blend: float = 0.0
     sum_seconds: float = 0.0
     step_seconds: float = 0.0
+    devices: tuple[DeviceEfficiencies, ...] = ()
     corrections: tuple[Correction, ...] = ()
     error_quantile: float = 0.0
 
@@ -70,6 +93,10 @@ class Efficiencies:
                 f"of {self}"
             )
 
+    def on(self, gpu: str) -> "Efficiencies | DeviceEfficiencies":
+        """The coefficients of a kind of GPU and its host."""
+        return next((own for own in self.devices if own.gpu == gpu), self)
+
     def sum_wait(self, ranks: int) -> float:
         """Seconds of each all-reduce of so many ranks in addition to the link's latency.
 
@@ -78,12 +105,13 @@ class Efficiencies:
         """
         return self.sum_seconds * 2 * sum(1 / number for number in range(2, ranks + 1))
 
-    def together(self, device: float, host: float) -> float:
-        """Seconds of a pass whose kernels take ``device`` seconds and whose calls take ``host`` seconds."""
-        longer, shorter = max(device, host), min(device, host)
-        if self.blend == 0 or shorter <= 0:
-            return longer
-        return float(longer * (1.0 + (shorter / longer) ** (1.0 / self.blend)) ** self.blend)
+
+def together(device: float, host: float, blend: float) -> float:
+    """Seconds of a pass whose kernels take ``device`` seconds and whose calls take ``host`` seconds."""
+    longer, shorter = max(device, host), min(device, host)
+    if blend == 0 or shorter <= 0:
+        return longer
+    return float(longer * (1.0 + (shorter / longer) ** (1.0 / blend)) ** blend)
 
 
 #: Share of kernels' best rates that remains in sustained training: with it, the four steps with one stage of

@@ -257,8 +257,8 @@ class ClusterPrices:
         load = self.workload
         moved = load.gradient_bytes + 2 * (load.weight_bytes + load.state_bytes)
         held = self.updated(layout.strategy, layout, parameters, undivided)
-        slowest = min(gpu.memory_bandwidth for gpu in hardware.gpus)
-        seconds: Floats = held * (moved / (slowest * self.rates.memory_share))
+        slowest = min(gpu.memory_bandwidth * self.rates.on(gpu.name).memory_share for gpu in hardware.gpus)
+        seconds: Floats = held * (moved / slowest)
         return seconds
 
     def updated(

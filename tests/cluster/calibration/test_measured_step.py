@@ -36,7 +36,7 @@ def test_a_row_is_read_by_its_columns(tmp_path: Path) -> None:
         ("8,32.5,4,1024,16,24,1024,2,2,2,1", r"line 3: 'global batch' is '32.5', not a whole number"),
         ("8,32,4,1024,16,24,1024,2,2,4,1", "line 3: tp=2 x dp=2 x pp=4 is 16, not 8 devices"),
         ("8,20,4,1024,16,24,1024,2,2,2,1", "dp=2 x a microbatch of 4 does not divide a global batch of 20"),
-        ("8,32,4,1024,16,25,1024,2,2,2,1", "layers=25 is not a multiple of 2"),
+        ("8,32,4,1024,16,1,1024,2,2,2,1", "1 layers cannot be divided among 2 stages"),
         ("8,32,4,1000,16,24,1024,2,2,2,1", "hidden=1000 is not a multiple of 16"),
         ("8,32,0,1024,16,24,1024,2,2,2,1", "must be positive, these are not: samples"),
         ("8,32,4,1024,16,24,1024,2,2,2,nan", "must be positive, these are not: seconds"),
