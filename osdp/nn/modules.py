@@ -209,6 +209,9 @@ def kind_of(module: nn.Module) -> str | None:
     """
     if isinstance(module, LMHeadLoss):
         return "head"
+    weight = getattr(module, "weight", None)
+    if isinstance(weight, torch.Tensor) and weight.is_complex():
+        return None  # gradients would need conjugates
     forward = type(module).forward
     if isinstance(module, nn.Linear) and forward in (nn.Linear.forward, SplitLinear.forward):
         return "linear"
@@ -267,7 +270,8 @@ def check_slicing(module: nn.Module, slicing: SliceSetting) -> None:
     if kind is None:
         raise ValueError(
             f"a {type(module).__name__} cannot run in slices: only nn.Linear, transformers' Conv1D, "
-            "nn.Embedding without max_norm, scale_grad_by_freq and sparse, and osdp's LMHeadLoss can"
+            "nn.Embedding without max_norm, scale_grad_by_freq and sparse, and osdp's LMHeadLoss can, with "
+            "real weights"
         )
     if slicing.by not in SLICED_BY[kind]:
         raise ValueError(

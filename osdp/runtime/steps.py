@@ -56,7 +56,7 @@ class StepRunner:
         slicing: TokenSlicing | None = None,
     ) -> torch.Tensor:
         """Compute gradients of the mean loss over all ranks' samples; returns that loss on every rank."""
-        if any(parameter.grad is not None for parameter in self._running.stored_parameters()):
+        if self._has_gradients():
             raise RuntimeError(
                 "there are gradients of an earlier step, which this one would scale: call "
                 "optimizer.zero_grad() between steps, and let num_microbatches= accumulate within one"
@@ -75,6 +75,23 @@ class StepRunner:
         # divided by the count they are the mean. With a count of 0 gradients are zero.
         self._scale_gradients(torch.where(count > 0, self._data_group.size() / count, 0.0))
         return (total / count).float()
+
+    def _has_gradients(self) -> bool:
+        """Whether any rank has a gradient that is not zero; those that are zero are dropped."""
+        parameters = [p for p in self._running.stored_parameters() if p.grad is not None]
+        if not parameters:
+            return False
+        gradients = (p.grad for p in parameters if p.grad is not None)
+        local = (grad.to_local() if isinstance(grad, DTensor) else grad for grad in gradients)
+        found = torch.tensor(float(any(bool(grad.any()) for grad in local)), device=self._device)
+        for group in (self._data_group, self._stage_group, self._tensor_group):
+            if group is not None:
+                dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
+        if found:
+            return True
+        for parameter in parameters:
+            parameter.grad = None
+        return False
 
     def eval_step(
         self, inputs: Any, targets: Any = None, loss_fn: LossFn | None = None, *, num_microbatches: int | None

@@ -46,6 +46,43 @@ def clipped_after_each(ctx: Context) -> None:
 
 
 @habit()
+def cleaned_of_nans(ctx: Context) -> None:
+    """Puts other gradients in the place of accumulated ones, as torch.nan_to_num() returns them."""
+    model = ctx.wrap(Net())
+    optimizer = ctx.sgd(model)
+    for step in range(2):
+        for micro in range(3):
+            x, y = ctx.batch(10 * step + micro)
+            with ctx.no_sync(model) if micro < 2 else nullcontext():
+                (ctx.loss(mse(model(x), y)) / 3).backward()
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad = torch.nan_to_num(parameter.grad)
+        optimizer.step()
+        optimizer.zero_grad()
+    ctx.weights(model)
+
+
+@habit()
+def given_up_with_a_small_head(ctx: Context) -> None:
+    """Gives an accumulation up where nothing is trained but a head of one row."""
+    net = Net().requires_grad_(False)
+    net.head = torch.nn.Linear(25, 1)
+    model = ctx.wrap(net)
+    optimizer = ctx.sgd(model)
+    for step in range(3):
+        x, y = ctx.batch(step)
+        with ctx.no_sync(model):
+            ctx.loss((model(x) - y[:, :1]).square().mean()).backward()
+        if step == 1:
+            optimizer.zero_grad()
+        ctx.loss((model(x + 1) - y[:, :1]).square().mean()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    ctx.weights(model)
+
+
+@habit()
 def reducing_each(ctx: Context) -> None:
     """Accumulates microbatches without no_sync(): each backward reduces."""
     model = ctx.wrap(Net())

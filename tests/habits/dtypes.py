@@ -125,6 +125,26 @@ def moved_and_cast_in_vain(ctx: Context) -> None:
     ctx.weights(model)
 
 
+@habit(low_tolerance=None, skips={"fsdp2": "gloo reduces and scatters no complex numbers"})
+def complex_weights(ctx: Context) -> None:
+    """Trains complex weights beside real ones, as Fourier neural operators have them."""
+
+    class Operator(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            dtype = torch.complex128 if torch.get_default_dtype() == torch.float64 else torch.complex64
+            self.mixed = torch.nn.Sequential(
+                *(torch.nn.Linear(13, 13, dtype=dtype) for _ in range(2)),
+            )
+
+        def encode(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.fft.irfft(self.mixed(torch.fft.rfft(super().encode(x))), n=25)
+
+    model = ctx.wrap(Operator())
+    ctx.train(model, ctx.sgd(model))
+    ctx.weights(model)
+
+
 @habit(low_tolerance=None)
 def complex_numbers(ctx: Context) -> None:
     """Filters by a Fourier transform inside the model."""

@@ -95,6 +95,43 @@ def thawed_step_by_step(ctx: Context) -> None:
 
 
 @habit(skips={"ddp": "reduces what was trained when it was wrapped"})
+def thawed_after_an_evaluation(ctx: Context) -> None:
+    """Thaws a block, by the block itself, after an evaluation that left gradients on."""
+    net = Net()
+    net.blocks[1].requires_grad_(False)
+    net.head.requires_grad_(False)
+    model = ctx.wrap(net)
+    ctx.train(model, ctx.sgd(model))
+    model.zero_grad()
+    model(ctx.batch(9)[0])
+    ctx.inner(model).blocks[1].requires_grad_(True)
+    ctx.inner(model).head.requires_grad_(True)
+    ctx.train(model, ctx.sgd(model), first=2)
+    ctx.gradients(model)
+    ctx.weights(model)
+
+
+@habit(skips={"ddp": "reduces what was trained when it was wrapped"})
+def penalised_once_thawed(ctx: Context) -> None:
+    """Thaws what was frozen, then adds a penalty on all weights by a backward of its own."""
+    net = Net().requires_grad_(False)
+    net.head.requires_grad_(True)
+    model = ctx.wrap(net)
+    ctx.train(model, ctx.sgd(model))
+    model.zero_grad()
+    model.requires_grad_(True)
+    optimizer = ctx.sgd(model)
+    for step in (2, 3):
+        x, y = ctx.batch(step)
+        penalty = sum(parameter.square().sum() for parameter in model.parameters())
+        (0.01 * penalty).backward()  # type: ignore[union-attr]
+        ctx.loss(mse(model(x), y)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    ctx.weights(model)
+
+
+@habit(skips={"ddp": "reduces what was trained when it was wrapped"})
 def alternately_frozen(ctx: Context) -> None:
     """Freezes one half of the model in each step, alternately."""
     model = ctx.wrap(Net())

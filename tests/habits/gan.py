@@ -38,6 +38,43 @@ def alternating(ctx: Context) -> None:
     ctx.weights(critic)
 
 
+@habit()
+def parts_cleared_before_the_backward(ctx: Context) -> None:
+    """Clears the gradients of one part after another between the forward and its backward."""
+    model = ctx.wrap(Net())
+    optimizer = ctx.sgd(model)
+    for step in range(3):
+        x, y = ctx.batch(step)
+        loss = mse(model(x), y)
+        for part in ctx.inner(model).children():
+            part.zero_grad(set_to_none=step != 1)
+        ctx.loss(loss).backward()
+        optimizer.step()
+    ctx.weights(model)
+
+
+@habit(skips={"ddp": "reduces what was trained when it was wrapped"})
+def critic_frozen_before_the_backward(ctx: Context) -> None:
+    """Freezes the discriminator when it has judged, just before the generator's backward."""
+    generator, critic = ctx.wrap(Net()), ctx.wrap(Critic(), ctx.batch()[1])
+    ours, theirs = ctx.sgd(generator, 0.02), ctx.sgd(critic, 0.02)
+    for step in range(2):
+        x, real = ctx.batch(step)
+        critic.requires_grad_(True)
+        ctx.loss(critic(generator(x).detach()).mean() - critic(real).mean()).backward()
+        theirs.step()
+        theirs.zero_grad()
+        judged = critic(generator(x)).mean()
+        critic.requires_grad_(False)
+        ctx.loss(-judged).backward()
+        ctx.gradients(critic)
+        ours.step()
+        ours.zero_grad()
+        theirs.step()
+    ctx.weights(generator)
+    ctx.weights(critic)
+
+
 @habit(skips={"ddp": "reduces what was trained when it was wrapped"})
 def critic_frozen_meanwhile(ctx: Context) -> None:
     """Freezes the discriminator while the generator trains: requires_grad_(False) and back."""

@@ -125,6 +125,28 @@ def teacher_and_student(ctx: Context) -> None:
 
 
 @habit()
+def teacher_changed_through_data(ctx: Context) -> None:
+    """Averages a frozen teacher through .data and in lists, and runs it without no_grad(), as DINO does."""
+    student, teacher = ctx.wrap(Net()), ctx.wrap(Net())
+    teacher.requires_grad_(False)
+    optimizer = ctx.sgd(student)
+    for step in range(4):
+        x, _ = ctx.batch(step)
+        wanted = teacher(x + 0.1)
+        ctx.loss((student(x) - wanted).square().mean()).backward()
+        _stepped(ctx, optimizer)
+        with torch.no_grad():
+            theirs, ours = list(student.parameters()), list(teacher.parameters())
+            if step % 2:
+                torch._foreach_lerp_(ours, theirs, 0.1)
+                continue
+            for our, their in zip(ours, theirs, strict=True):
+                our.data.mul_(0.9).add_(their.detach().data, alpha=0.1)
+    ctx.weights(student)
+    ctx.weights(teacher)
+
+
+@habit()
 def pseudo_labels(ctx: Context) -> None:
     """Labels a batch by the model itself without gradients, then trains on it."""
     model = ctx.wrap(Net())

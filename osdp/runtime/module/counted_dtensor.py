@@ -12,7 +12,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 
 from osdp.runtime.module.group_dtensor import GroupDTensor, is_in_place, operands
+from osdp.torch_private.autograd import version_of
 from osdp.torch_private.compiling import not_compiled
+from osdp.torch_private.dtensor import data_pointer
 from osdp.torch_private.optimizers import treat_in_lists
 
 #: The attribute of a DTensor that counts its changes.
@@ -75,6 +77,12 @@ class CountedDTensor(GroupDTensor):
 def count_changes(tensor: Any) -> None:
     """Count the changes of a DTensor from now on, in its attribute :data:`CHANGES`."""
     _count(tensor, Changes())
+
+
+def change_of(tensor: Any) -> tuple[object, ...]:
+    """What differs after every change of a DTensor that is counted, or of its storage."""
+    counted = getattr(tensor, CHANGES, None)
+    return None if counted is None else counted.count, version_of(tensor), data_pointer(tensor)
 
 
 def _count(tensor: Any, changes: Changes) -> None:

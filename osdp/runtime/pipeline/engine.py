@@ -355,6 +355,8 @@ class Pipeline:
             yield
         finally:
             running.runtime.set_requires_gradient_sync(True)
+            # After an exception the next backward is the user's own.
+            running.runtime.set_is_last_backward(True)
 
 
 def _forward(

@@ -4,9 +4,10 @@ Backwards that do not synchronize keep their gradients internally: in FSDP2's un
 gradient paths. DDP keeps them in ``grad``, where ``zero_grad()`` reaches them, so that an accumulation can be
 abandoned. So small parameters with a kept gradient get a ``grad`` of next to zero, a mark that costs next to
 nothing: if ``zero_grad()`` has removed it, or filled it with zeros, before the next backward, the kept
-gradients are dropped. What scales gradients in between, as clipping does, leaves a mark. A large parameter
-follows the marked one that is nearest to it in the order of parameters. Where none is small, the smallest has
-a mark of its own size.
+gradients are dropped. What scales gradients in between, as clipping does, or makes others of them, leaves a
+mark. A large parameter follows the marked one that is nearest to it in the order of parameters. Where none is
+small, the smallest has a mark of its own size. Where of none all ranks have an element, the smallest has a
+mark that counts as removed only if there is no gradient at all, which all ranks see.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,6 +25,8 @@ _SMALL = 8192
 
 #: A mark's values: their squares, of which norms are made, are zero, and what is scaled down is not.
 _MARK = 1e-30
+#: Values up to this are made of marks.
+_MADE_OF_MARKS = 1e-20
 
 
 class KeptGradient(Protocol):
@@ -53,6 +56,7 @@ class Accumulation(Generic[Parameter]):
         self._kept: tuple[Parameter, ...] = ()
         #: By index in ``_kept``: ``grad`` at the end of the backward, its version, and whether it is a mark.
         self._marks: dict[int, tuple[torch.Tensor, int, bool]] = {}
+        self._on_all_ranks = True
 
     def end_backward(self, kept: Sequence[Parameter]) -> None:
         """Mark the parameters whose gradients are kept after a backward."""
@@ -63,6 +67,12 @@ class Accumulation(Generic[Parameter]):
             for place, parameter in enumerate(self._kept)
             if is_on_all_ranks(parameter.stored)
         }
+        self._on_all_ranks = bool(sizes)
+        if self._kept and not sizes:
+            smallest = min(
+                range(len(self._kept)), key=lambda place: (self._kept[place].stored.numel(), place)
+            )
+            sizes = {smallest: 0}
         largest = max(_SMALL, min(sizes.values(), default=0))
         for place in (place for place, numel in sizes.items() if numel <= largest):
             stored = self._kept[place].stored
@@ -93,9 +103,17 @@ class Accumulation(Generic[Parameter]):
 
     def _take(self, place: int, mark: torch.Tensor, version: int, is_mark: bool) -> bool:
         """Remove a mark; returns whether the gradient was cleared since it was set."""
-        stored = self._kept[place].stored
-        is_cleared = stored.grad is not mark or (version_of(mark) != version and not _local(mark).any())
-        if is_mark and stored.grad is mark:
+        stored, is_cleared = self._kept[place].stored, False
+        grad = stored.grad
+        if grad is None:
+            return True
+        is_same = grad is mark and version_of(mark) == version
+        if not is_same and self._on_all_ranks:
+            local = _local(grad).abs()
+            made_of_mark = is_mark and not bool((local > _mark_limit(stored.dtype)).any())
+            # Another one that was put there takes the place of all that was accumulated.
+            is_cleared = not local.any() or (is_mark and not made_of_mark)
+        if is_mark and (not is_cleared or grad is mark):
             stored.grad = None
         return is_cleared
 
@@ -109,3 +127,8 @@ def _mark_of(dtype: torch.dtype) -> float:
     """The value of marks of this dtype; float16 has none as small."""
     limits = torch.finfo(dtype)
     return max(_MARK, limits.smallest_normal * limits.eps)
+
+
+def _mark_limit(dtype: torch.dtype) -> float:
+    """The largest value that is taken to be made of a mark of this dtype."""
+    return max(_MADE_OF_MARKS, _mark_of(dtype))

@@ -174,11 +174,15 @@ class BackwardPass:
                 "between steps"
             )
         self._refuse_mixed_dtypes(set(trainable))
+        for parameter in self._parameters:
+            # Between a forward and its backward: what is frozen then gets no gradient any more.
+            parameter.path.follow_freezing(parameter.stored, parameter.compute)
         # What was built from the trainable parameters: buckets, FSDP2's dtypes, hooks, and settings of units.
         self._trainable = trainable
         self._reducer.rebuild()
         self._sharded.follow_trainable()
         self._in_slices.watch()
+        self._watch_stored()
         self.follow_settings()
 
     def _refuse_mixed_dtypes(self, trainable: set[str]) -> None:
@@ -227,14 +231,15 @@ class BackwardPass:
     def _watch_stored(self) -> None:
         """Register hooks for gradients that do not come through a forward, such as a penalty on weights."""
         for parameter in self._parameters:
-            if not parameter.stored.requires_grad:
+            if parameter.path.own_hooks or not parameter.stored.requires_grad:
                 continue
             handle = parameter.stored.register_hook(gradient_hook(self, parameter, BackwardPass._on_stored))
             parameter.path.own_hooks.add(handle.id)
 
     def _on_replicated_gradient(self, parameter: ReplicatedParameter) -> None:
         self._on_gradient(parameter)
-        self._reducer.receive(parameter)
+        if parameter.compute.requires_grad:
+            self._reducer.receive(parameter)
 
     def _on_stored(self, parameter: Parameter) -> None:
         if isinstance(parameter, SlicedParameter) and is_asked_for(node_of(parameter.stored)):
@@ -246,6 +251,8 @@ class BackwardPass:
         self._on_gradient(parameter)
 
     def _on_gradient(self, parameter: Parameter) -> None:
+        if parameter.compute is not None and not parameter.compute.requires_grad:
+            return  # frozen since its forward: autograd calls the hook, but has accumulated nothing
         grad = None if parameter.compute is None else parameter.compute.grad
         if grad is not None and grad.is_sparse:
             raise RuntimeError(

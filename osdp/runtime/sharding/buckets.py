@@ -162,7 +162,7 @@ class Bucket:
         if self._work is not None:
             self._reduction.finish(self._work)
         return [
-            flag > 0 for flag in self._layout.own_extras(self._flat, self._reduction.group.rank()).tolist()
+            flag != 0 for flag in self._layout.own_extras(self._flat, self._reduction.group.rank()).tolist()
         ]
 
     def finish(self, without_gradient: Collection[str]) -> None:

@@ -28,13 +28,12 @@ from osdp.model.fqn import is_inside
 from osdp.plan.sharded_units import wrap_order
 from osdp.plan.sharding import Mode, ShardingPlan, Unit
 from osdp.runtime.module.checkpointed_regions import UnseenHooks
+from osdp.runtime.module.counted_dtensor import change_of, count_changes
 from osdp.runtime.module.gradient_hooks import gradient_hook
-from osdp.runtime.module.group_dtensor import compute_as_whole
 from osdp.runtime.module.parameter_owners import ParameterSites
 from osdp.runtime.module.shared_arguments import keep_identity
 from osdp.runtime.sharding.gradients import GradientPath, num_ranks
 from osdp.runtime.sharding.unit_outputs import UnitOutputs
-from osdp.torch_private.autograd import version_of
 from osdp.torch_private.dtensor import blocks_of_shard, sharded_dim
 from osdp.torch_private.fsdp import (
     drop_kept_gradient,
@@ -137,7 +136,8 @@ class ShardedParameter:
         self.owned = owned
         self.name = owned.name
         self.stored = owned.parameter
-        compute_as_whole(self.stored)
+        # Averages of weights are made through `data` and in lists, which autograd does not count.
+        count_changes(self.stored)
         self.path = GradientPath()
         self.unit = unit
         self.compute: nn.Parameter | None = None
@@ -160,7 +160,7 @@ class ShardedUnit:
         wrapped = model.get_submodule(self.modules[0])
         self.state = sharding_state(wrapped)
         (self.group,) = parameter_groups(wrapped)
-        self._gathered: int | None = None
+        self._gathered: tuple[object, ...] | None = None
 
     @property
     def is_whole(self) -> bool:
@@ -226,8 +226,8 @@ class ShardedUnit:
         self.group.reduce_scatter_unused_params = unused
 
     @property
-    def _version(self) -> int:
-        return sum(version_of(parameter.stored) for parameter in self.parameters)
+    def _version(self) -> tuple[object, ...]:
+        return tuple(change_of(parameter.stored) for parameter in self.parameters)
 
 
 class ShardedParameters:
@@ -257,13 +257,16 @@ class ShardedParameters:
         )
         self.on_gradient: Callable[[ShardedParameter], object] = lambda parameter: None
         self._silent: tuple[ShardedParameter, ...] = ()
+        self._unknown: tuple[ShardedParameter, ...] = ()
         self._touched: set[int] = set()
         self._made = False
         self.watch()
 
     def watch(self) -> None:
-        """Note the trainable parameters without a gradient hook; :meth:`find` registers the hooks."""
+        """Note what :meth:`find` has to do: hooks of trainable parameters, and unsharded ones."""
         self._silent = tuple(p for p in self.parameters if p.stored.requires_grad and not p.reports)
+        # Those of frozen ones too: it is there that users unfreeze them while they are gathered.
+        self._unknown = tuple(p for p in self.parameters if p.compute is None)
 
     def follow_trainable(self) -> None:
         """After parameters were frozen or unfrozen: reduce and report what is trainable now."""
@@ -273,15 +276,16 @@ class ShardedParameters:
 
     def find(self) -> None:
         """Register gradient hooks on the unsharded parameters that FSDP2 created in the last forward."""
-        if not self._silent:
+        if not (self._silent or self._unknown):
             return
         whole = {
             id(stored): computed
-            for unit in {parameter.unit for parameter in self._silent}
+            for unit in {parameter.unit for parameter in (*self._silent, *self._unknown)}
             for stored, computed in unsharded_parameters(self.units[unit].group)
         }
-        for parameter in self._silent:
+        for parameter in (*self._unknown, *self._silent):
             parameter.compute = whole[id(parameter.stored)]
+        for parameter in self._silent:
             if parameter.compute is not None and parameter.compute.requires_grad:
                 parameter.compute.register_post_accumulate_grad_hook(
                     gradient_hook(self, parameter, ShardedParameters._receive)

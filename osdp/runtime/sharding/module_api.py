@@ -197,6 +197,22 @@ class PlannedModule(FSDPModule):
     def _get_fsdp_state(self) -> "CallState":  # type: ignore[override]
         return CallState(self._osdp_applied, self._osdp_module)
 
+    def requires_grad_(self, requires_grad: bool = True) -> Any:
+        """Freeze or unfreeze the parameters that an optimizer sees; those computed with follow."""
+        for parameter in self._osdp_module.parameters():
+            self._osdp_applied.stored(parameter).requires_grad_(requires_grad)
+        return self
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients that an optimizer sees, also between a forward and its backward."""
+        applied = self._osdp_applied
+        for parameter in self._osdp_module.parameters():
+            stored = applied.stored(parameter)
+            if set_to_none:
+                stored.grad = None
+            elif stored.grad is not None:
+                stored.grad = torch.zeros_like(stored.grad)
+
     def apply(self, fn: Callable[[nn.Module], None]) -> Any:
         """Call ``fn`` with this module and all its submodules, which hold their stored parameters then."""
         self._osdp_applied.settle()

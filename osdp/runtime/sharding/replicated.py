@@ -31,10 +31,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from osdp.comm.collectives import GatherInPlace
 from osdp.comm.messages import PendingMessages
 from osdp.plan.shard_math import shard_numel
-from osdp.runtime.module.counted_dtensor import CountedDTensor, count_changes
+from osdp.runtime.module.counted_dtensor import CountedDTensor, change_of, count_changes
 from osdp.runtime.module.parameter_owners import ParameterSites
 from osdp.runtime.sharding.gradients import GradientPath
-from osdp.torch_private.autograd import version_of
 from osdp.torch_private.dtensor import data_pointer
 from osdp.torch_private.modules import registered_parameter
 
@@ -57,7 +56,6 @@ class ReplicatedParameter:
         self.stored = owned.parameter
         self.path = GradientPath()
         local = self.local
-        self._copied = -1
         self._casts = compute_dtype is not None and local.is_floating_point() and local.dtype != compute_dtype
         if self._casts:
             copy = torch.empty_like(local, dtype=compute_dtype)
@@ -96,30 +94,31 @@ class ReplicatedParameter:
         if self._casts:
             _allocate(self.compute)
             self._copy()
-        elif self.compute.data_ptr() != self._pointer():
-            self.compute.data = self.local  # the stored parameter was given other storage
+        else:
+            self._follow_storage()
         self.owned.register(self.compute)
 
     def refresh(self) -> None:
-        """Register the compute parameter again if something else was registered, and copy changed values."""
+        """Register the compute parameter again if something else was registered, with present values."""
         for module, name in self.owned.places:
             if registered_parameter(module, name) is not self.compute:
                 self.owned.register(self.compute)  # torch.func.functional_call registers what it was given
-        if self._casts and version_of(self.stored) != self._copied:
-            self._copy()
+        if self._casts:
+            self._copy()  # changes through ``data`` are not counted
+        else:
+            self._follow_storage()
 
     def _copy(self) -> None:
         # Through ``data``: autograd must not see a new version of tensors saved for a pending backward.
         self.compute.data.copy_(self.local)
-        self._copied = version_of(self.stored)
+
+    def _follow_storage(self) -> None:
+        if self.compute.data_ptr() != self._pointer():
+            self.compute.data = self.local  # the stored parameter was given other storage
 
     def swap_out(self) -> None:
         """Register the stored parameter."""
         self.owned.register(self.stored)
-
-    def forget_copy(self) -> None:
-        """Copy the values anew at the next use: an optimizer may have changed them uncounted."""
-        self._copied = -1
 
     def free_copy(self) -> None:
         """Free the compute parameter if it is a copy."""
@@ -172,7 +171,7 @@ class ParameterSteppedInShards(ReplicatedParameter):
         owned.register(nn.Parameter(value, requires_grad=plain.requires_grad))
         super().__init__(owned, compute_dtype)
         count_changes(self.stored)
-        self._gathered = self._state()
+        self._gathered = change_of(self.stored)
 
     @property
     def local(self) -> torch.Tensor:
@@ -198,7 +197,7 @@ class ParameterSteppedInShards(ReplicatedParameter):
     @property
     def has_changed(self) -> bool:
         """Whether the stored shard has changed since the whole parameter was gathered."""
-        return self._gathered != self._state()
+        return self._gathered != change_of(self.stored)
 
     def parts(self) -> list[torch.Tensor]:
         """The memory of each rank's shard, one after the other, with this rank's own values in it."""
@@ -222,12 +221,7 @@ class ParameterSteppedInShards(ReplicatedParameter):
 
     def note_gathered(self) -> None:
         """Record that the whole parameter is made of the present shards."""
-        self._gathered = self._state()
-        self.forget_copy()
-
-    def _state(self) -> tuple[object, ...]:
-        counted = getattr(self.stored, "changes", None)
-        return None if counted is None else counted.count, version_of(self.stored), data_pointer(self.stored)
+        self._gathered = change_of(self.stored)
 
 
 class ReplicatedParameters:
@@ -261,8 +255,6 @@ class ReplicatedParameters:
             stepped: Identities of the stored parameters that it had gradients of. They are gathered whether
                 or not changes were counted: kernels of other libraries change memory unseen.
         """
-        for parameter in self.parameters:
-            parameter.forget_copy()
         self._gather(p for p in self._in_shards if id(p.stored) in stepped or p.has_changed)
 
     def gather_changed(self) -> None:

@@ -121,5 +121,9 @@ def _faults(got: Record, want: Record, tolerance: float, low: bool) -> list[tupl
 def _moved(value: torch.Tensor | None, start: torch.Tensor | None) -> torch.Tensor | None:
     if value is None:
         return None
-    value = value.to(torch.float64)
-    return value if start is None or start.shape != value.shape else value - start.to(torch.float64)
+    value = _real(value)
+    return value if start is None or start.shape != value.shape else value - _real(start)
+
+
+def _real(value: torch.Tensor) -> torch.Tensor:
+    return (torch.view_as_real(value) if value.is_complex() else value).to(torch.float64)
