@@ -6,7 +6,8 @@
       - gpu: A100            # a name in osdp/cluster/gpus.json, or in gpus: below
         count: 1             # number of such nodes
         devices: 4           # GPUs per node
-        network: 40 Gbit/s   # of the whole node
+        network: 40 Gbit/s   # of the whole node, as it is specified
+        network_share: 0.6   # optional: the part of it that large collectives reach; otherwise 0.9
         name: our A100       # optional: distinguishes groups of nodes with the same GPU
         memory: 80 GiB       # optional: of each device, if it differs from the data file
         link: 230 GB/s       # optional: bandwidth of collectives between two devices, in one direction
@@ -47,7 +48,7 @@ from osdp.text import parse_bytes, parse_rate
 #: no link_share of its own: an all-reduce of 1 GiB on 8 A100 took 8.19 ms, 229 of 300 GB/s (NCCL times
 #: published with vTrain, Bang et al., MICRO 2024). Between nodes: Calculon's systems with InfiniBand (Isaev
 #: et al., SC 2023); 86 of 100 GB/s were measured on two nodes (NVIDIA/nccl-tests issue 175, 2023-10-29), but
-#: 30 of 50 on four with AWS's EFA (NVIDIA/nccl issue 527, 2022-07-25): give ``network:`` as it is reached.
+#: 30 of 50 on four with AWS's EFA (NVIDIA/nccl issue 527, 2022-07-25): give ``network_share: 0.6`` there.
 LINK_SHARE, NETWORK_SHARE = 0.76, 0.9
 
 #: Seconds per step of a collective in addition to its bytes. Inside a node: of the 92.8 us of 1 MiB on 8 A100
@@ -68,6 +69,7 @@ _NODE_FIELDS = (
     "count",
     "devices",
     "network",
+    "network_share",
     "link",
     "latency",
     "network_latency",
@@ -143,6 +145,12 @@ class _Place:
         if value > most:
             raise self.wrong(f"must be at most {most:g}, got {quote(value)}")
         return value
+
+    def share(self) -> float:
+        share = self.number()
+        if share > 1:
+            raise self.wrong(f"must be a share of at most 1, got {quote(self.value)}")
+        return share
 
     def flag(self) -> bool:
         if not isinstance(self.value, bool):
@@ -249,7 +257,7 @@ def _group(node: _Place, gpus: Mapping[str, _Place]) -> NodeGroup:
     if "link" in fields:
         link = node.at("link").rate()
     elif "link" in spec.value:
-        share = spec.at("link_share").number() if "link_share" in spec.value else LINK_SHARE
+        share = spec.at("link_share").share() if "link_share" in spec.value else LINK_SHARE
         link = spec.at("link").rate() * share
     elif devices == 1:
         link = gpu.memory_bandwidth
@@ -260,7 +268,8 @@ def _group(node: _Place, gpus: Mapping[str, _Place]) -> NodeGroup:
         )
     latency = node.at("latency").number() if "latency" in fields else STEP_LATENCY
     far = node.at("network_latency").number() if "network_latency" in fields else NETWORK_LATENCY
-    network = node.at("network").rate() * NETWORK_SHARE
+    reached = node.at("network_share").share() if "network_share" in fields else NETWORK_SHARE
+    network = node.at("network").rate() * reached
     kind = NodeType(
         name=str(fields.get("name", name)),
         gpu=gpu,
@@ -276,6 +285,8 @@ def _gpu(name: str, spec: _Place) -> Gpu:
     fields = spec.fields(_GPU_FIELDS, ("tflops", "memory", "memory_bandwidth"))
     tflops = spec.at("tflops").number()
     best = spec.at("best_tflops").number() / tflops if "best_tflops" in fields else BEST_SHARE
+    several = fields.get("multiprocessors", 0) != 0
+    multiprocessors = int(spec.at("multiprocessors").number(whole=True)) if several else 0
     # What limits matrix products below an A100's share, such as power, limits attention as much.
     attention = ATTENTION_SHARE * min(best / BEST_SHARE, 1.0)
     return Gpu(
@@ -283,10 +294,10 @@ def _gpu(name: str, spec: _Place) -> Gpu:
         flops=tflops * 1e12,
         memory=spec.at("memory").size(),
         memory_bandwidth=spec.at("memory_bandwidth").rate(),
-        multiprocessors=int(fields.get("multiprocessors", 0)),
+        multiprocessors=multiprocessors,
         source=str(fields.get("source", "")),
         best_share=best,
-        attention_share=spec.at("attention_share").number() if "attention_share" in fields else attention,
+        attention_share=spec.at("attention_share").share() if "attention_share" in fields else attention,
         bfloat16=spec.at("bfloat16").flag() if "bfloat16" in fields else True,
     )
 

@@ -164,6 +164,7 @@ class _Kind:
 
     gated: bool = False
     biases: bool = True
+    qkv_biases: bool = False
     learnt_positions: bool = True
     tied: bool = True
     causal: bool = True
@@ -172,11 +173,9 @@ class _Kind:
     needed: tuple[str, ...] = ()
 
 
-def _like_llama(*needed: str, tied: bool = False, head_norms: bool = False) -> _Kind:
-    return _Kind(
-        gated=True, biases=False, learnt_positions=False, tied=tied, dropout=False, head_norms=head_norms,
-        needed=("feed_forward", *needed),
-    )  # fmt: skip
+def _like_llama(*needed: str, **others: bool) -> _Kind:
+    plain = {"gated": True, "biases": False, "learnt_positions": False, "tied": False, "dropout": False}
+    return _Kind(**(plain | others), needed=("feed_forward", *needed))
 
 
 #: What a configuration may have as ``null``: no latent of queries or shared experts, heads as usual.
@@ -191,9 +190,10 @@ _KINDS = {
     **dict.fromkeys(("bert", "roberta"), _Kind(causal=False, needed=("feed_forward",))),
     "t5": _Kind(biases=False, learnt_positions=False, causal=False, needed=("feed_forward", "head_width")),
     "llama": _like_llama(),
-    **dict.fromkeys(("mistral", "qwen2"), _like_llama("kv_heads")),
+    "mistral": _like_llama("kv_heads"),
+    "qwen2": _like_llama("kv_heads", qkv_biases=True),
     "mixtral": _like_llama("kv_heads", *_EXPERTS),
-    "qwen2_moe": _like_llama("kv_heads", *_EXPERTS, "expert_width", "shared_width"),
+    "qwen2_moe": _like_llama("kv_heads", *_EXPERTS, "expert_width", "shared_width", qkv_biases=True),
     "olmoe": _like_llama(*_EXPERTS),
     "deepseek": _like_llama(*_DEEPSEEK),
     **dict.fromkeys(("deepseek_v2", "deepseek_v3"), _like_llama(*_DEEPSEEK, *_LATENTS)),
@@ -266,7 +266,14 @@ def shape_from_config(config: Mapping[str, Any], name: str, sequence: int | None
     """
     own = {field.name for field in dataclass_fields(TransformerShape)}
     if "layers" in config:
-        return TransformerShape(**{"name": name, **{key: config[key] for key in own & set(config)}})
+        if unknown_fields := sorted(set(config) - own):
+            near = difflib.get_close_matches(unknown_fields[0], sorted(own), n=1)
+            raise ValueError(
+                f"the dimensions of {name} have no {', '.join(unknown_fields)}"
+                + (f"; did you mean {near[0]}?" if near else "")
+                + f" There are {', '.join(sorted(own))}"
+            )
+        return TransformerShape(**{"name": name, **config})
     word = str(config.get("model_type", ""))
     unknown = (
         f"the configuration of {name} has the model_type {word!r}, which is not supported; there are "
@@ -317,6 +324,7 @@ def shape_from_config(config: Mapping[str, Any], name: str, sequence: int | None
         **found,
         gated=kind.gated or str(config.get("feed_forward_proj", "")).startswith("gated"),
         biases=kind.biases,
+        qkv_biases=kind.qkv_biases,
         positions=found["sequence"] if kind.learnt_positions else 0,
         tied=bool(config.get("tie_word_embeddings", kind.tied)),
         causal=kind.causal,

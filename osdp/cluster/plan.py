@@ -86,9 +86,10 @@ class Workload:
         sequence_parallel: Whether norms, dropouts and residuals are split over the tensor-parallel ranks
             (Korthikanti et al., arXiv:2205.05198); each then sends its part alone to the next stage.
         split_sends: Whether each tensor-parallel rank sends its part of a message to the next stage, whose
-            ranks gather the parts over their own links (Narayanan et al., SC 2021, section 4.1; Megatron-LM
-            does so). Otherwise each rank sends the whole. Not used with sequence parallelism, which has
-            parts alone.
+            ranks gather the parts over their own links (Narayanan et al., SC 2021, section 4.1). DeepSpeed
+            does so, and Megatron-LM did at that time; its core sends the whole (p2p_communication.py). Not
+            used with sequence parallelism, which has parts alone.
+        send_overlap: How well ranks of several stages hide their messages, as ``overlap``.
         dropout: Whether layers have dropouts, whose masks are kept for backward; ``None`` for what the shape
             says.
         fused_gate: Whether the activation function of gated feed-forward blocks and their product are one
@@ -97,6 +98,7 @@ class Workload:
             compute dtype; otherwise their softmax in float32 is kept beside them.
         overlap: How well compute hides communication of weights and gradients, from 0 to 1: of ``c`` seconds
             of communication beside ``t`` of compute, ``overlap * min(c, t)`` are hidden.
+        sharded_overlap: The same where weights are sharded (ZeRO 3), if it differs there.
         tensor_overlap: The same of the collectives of tensor-parallel ranks.
         bucket_bytes: Bytes of buffers into which gradients are copied to be reduced, where they or states are
             sharded.
@@ -105,6 +107,9 @@ class Workload:
         reduces_in_stages: Whether gradients that are sharded are reduced in every microbatch of a pipeline,
             and weights that are sharded gathered for it. Otherwise a rank of several stages keeps both whole
             for a step.
+        gathers_each_microbatch: Whether weights that stay gathered from a forward to its backward (ZeRO 2)
+            are sharded again after it, and gathered for every microbatch.
+        vocabulary_multiple: The vocabulary is padded to a multiple of this on each tensor-parallel rank.
         reserve: Bytes of each device that its context takes. A guess: kernels alone took 1.3 GB on a V100 and
             1.6 on an A100 where all were loaded (BigScience, chronicles of its 176B model, 2022), and take
             less since CUDA 11.7 loads them when first called. Measure yours as what ``nvidia-smi`` shows
@@ -134,14 +139,18 @@ class Workload:
     ring_attention: bool = True
     sequence_parallel: bool = False
     split_sends: bool = False
+    send_overlap: float = 0.0
     dropout: bool | None = None
     fused_gate: bool = False
     fused_loss: bool = False
     overlap: float = 0.0
+    sharded_overlap: float | None = None
     tensor_overlap: float = 0.0
     bucket_bytes: int = 0
     gathered_bytes: int = 0
     reduces_in_stages: bool = True
+    gathers_each_microbatch: bool = False
+    vocabulary_multiple: int = 1
     reserve: int = 2**30
     communicator_bytes: int = 688 * 2**20
     fragmentation: float = 0.15
@@ -159,9 +168,12 @@ class Workload:
         for name in ("fragmentation", "stored_fragmentation"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} must be in 0..1, less than 1, got {getattr(self, name)}")
-        for name in ("overlap", "tensor_overlap"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name} must be in 0..1, got {getattr(self, name)}")
+        for name in ("overlap", "sharded_overlap", "tensor_overlap", "send_overlap"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value <= 1:
+                raise ValueError(f"{name} must be in 0..1, got {value}")
+        if self.vocabulary_multiple < 1:
+            raise ValueError(f"vocabulary_multiple must be at least 1, got {self.vocabulary_multiple}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,10 +11,16 @@ BF16_Optimizer, read 2026-11). Its pipeline keeps each stage's input and output 
 (``--deallocate-pipeline-outputs``), and its fused Adam has no temporary tensors
 (``megatron/core/optimizer``). The last three are from memory. FSDP prefetches weights and reduces gradients
 beside compute; in torch's pipelines a rank keeps both whole until its last microbatch
-(``torch/distributed/pipelining/stage.py``, ``backward_maybe_with_nosync``, torch 2.13).
+(``torch/distributed/pipelining/stage.py``, ``backward_maybe_with_nosync``, torch 2.13). It shards weights
+again after each backward (``FSDPParamGroup.reshard_after_backward``). DeepSpeed overlaps communication by
+itself with ZeRO 3 alone (``overlap_comm`` in ``deepspeed/runtime/zero/config.py``), and splits the messages
+of its pipeline over tensor-parallel ranks (``deepspeed/runtime/pipe/engine.py``, pipe_partitioned).
+Megatron-LM pads vocabularies to ``--make-vocab-size-divisible-by`` times the tensor-parallel ranks, 128 by
+default, and overlaps the messages of interleaved stages unless ``--no-overlap-p2p-communication`` is given
+(``megatron/training/arguments.py``, read 2026-11).
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 
 from osdp.cluster.plan import Workload
@@ -44,9 +50,13 @@ class TargetDefaults:
         update_bytes: Temporary bytes of its optimizer step.
         boundary_copies: Copies of a stage's input and output that it keeps, as in a workload.
         overlap: How well it hides communication of weights and gradients, as in a workload.
+        sharded_overlap: The same where weights are sharded, as in a workload.
+        send_overlap: How well ranks of several stages hide messages, as in a workload.
         bucket_bytes: Bytes of buffers of reductions, as in a workload.
         gathered_bytes: Bytes of gathered weights that are kept, as in a workload.
         reduces_in_stages: Whether pipelines reduce sharded gradients in every microbatch, as in a workload.
+        gathers_each_microbatch: Whether weights are gathered for each microbatch, as in a workload.
+        vocabulary_multiple: What vocabularies are padded to, as in a workload.
         stored_fragmentation: Share of weights, gradients and states that is lost, as in a workload.
     """
 
@@ -59,9 +69,13 @@ class TargetDefaults:
     update_bytes: int = 4
     boundary_copies: int = 0
     overlap: float = 0.0
+    sharded_overlap: float | None = None
+    send_overlap: float = 0.0
     bucket_bytes: int = 0
     gathered_bytes: int = 0
     reduces_in_stages: bool = True
+    gathers_each_microbatch: bool = False
+    vocabulary_multiple: int = 1
     stored_fragmentation: float = 0.0
 
 
@@ -77,6 +91,8 @@ _DEEPSPEED = TargetDefaults(
     2,
     2,
     12,
+    split_sends=True,
+    sharded_overlap=HIDDEN,
     boundary_copies=1,
     bucket_bytes=_DEEPSPEED_BUCKET,
     gathered_bytes=_DEEPSPEED_LIVE,
@@ -85,14 +101,26 @@ _DEEPSPEED = TargetDefaults(
     stored_fragmentation=0.15,
 )
 
+_MEGATRON = TargetDefaults(
+    4, 4, 12, send_overlap=HIDDEN, fused_gate=True, update_bytes=0, vocabulary_multiple=128
+)
+
 TARGETS = {
-    Target.MEGATRON_BF16: TargetDefaults(4, 4, 12, split_sends=True, fused_gate=True, update_bytes=0),
-    Target.MEGATRON_FP16: TargetDefaults(2, 2, 16, split_sends=True, fused_gate=True, update_bytes=0),
+    Target.MEGATRON_BF16: _MEGATRON,
+    Target.MEGATRON_FP16: replace(_MEGATRON, gradient_bytes=2, reduce_bytes=2, state_bytes=16),
     Target.DEEPSPEED_BF16: replace(_DEEPSPEED, gradient_bytes=6, update_bytes=0),
     # Gradients of its partition are copied to float32 for the step.
     Target.DEEPSPEED_FP16: _DEEPSPEED,
     # The sharded weight is in float32: two bytes of it beside those in the compute dtype, and two moments.
-    Target.FSDP: TargetDefaults(4, 4, 10, ring_attention=False, overlap=HIDDEN, reduces_in_stages=False),
+    Target.FSDP: TargetDefaults(
+        4,
+        4,
+        10,
+        ring_attention=False,
+        overlap=HIDDEN,
+        reduces_in_stages=False,
+        gathers_each_microbatch=True,
+    ),
 }
 
 
@@ -105,19 +133,4 @@ def as_trained_by(workload: Workload, target: Target) -> Workload:
     18
     """
     defaults = TARGETS[target]
-    return replace(
-        workload,
-        gradient_bytes=defaults.gradient_bytes,
-        reduce_bytes=defaults.reduce_bytes,
-        state_bytes=defaults.state_bytes,
-        split_sends=defaults.split_sends,
-        ring_attention=defaults.ring_attention,
-        fused_gate=defaults.fused_gate,
-        update_bytes=defaults.update_bytes,
-        boundary_copies=defaults.boundary_copies,
-        overlap=defaults.overlap,
-        bucket_bytes=defaults.bucket_bytes,
-        gathered_bytes=defaults.gathered_bytes,
-        reduces_in_stages=defaults.reduces_in_stages,
-        stored_fragmentation=defaults.stored_fragmentation,
-    )
+    return replace(workload, **{field.name: getattr(defaults, field.name) for field in fields(defaults)})

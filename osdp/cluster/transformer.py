@@ -51,6 +51,7 @@ class TransformerShape:
         head_norms: Whether the queries and keys of each head are normalised.
         gated: Whether feed-forward blocks multiply two projections (GLU).
         biases: Whether linear layers have biases.
+        qkv_biases: Whether projections to queries, keys and values have biases, whatever others have.
         positions: Number of learnt position embeddings; 0 if there are none.
         tied: Whether head and embedding share their weight.
         causal: Whether attention is causal.
@@ -80,6 +81,7 @@ class TransformerShape:
     head_norms: bool = False
     gated: bool = False
     biases: bool = True
+    qkv_biases: bool = False
     positions: int = 0
     tied: bool = True
     causal: bool = True
@@ -247,7 +249,8 @@ class TransformerShape:
         norms = 2 * self.width * int(self.head_norms)
         output = self.heads * self.head_values * h // tp + bias * h
         if not self.kv_latent:
-            return (queries + self.key_heads * self.key_width + values) * (h + bias) // tp + norms + output
+            inputs = h + int(self.biases or self.qkv_biases)
+            return (queries + self.key_heads * self.key_width + values) * inputs // tp + norms + output
         # Projections to latents, with a norm each, are on every rank.
         down = (self.query_latent + self.kv_latent) * (h + 1) + self.rotary_width * h
         up = queries * (self.query_latent or h) + self.kv_latent * (self.heads * self.width + values)

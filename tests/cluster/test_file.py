@@ -1,5 +1,6 @@
 """Cluster files are read, and what is wrong with them is said with its line and field."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -52,6 +53,20 @@ def test_a_file_becomes_a_cluster_that_is_saved_and_loaded(tmp_path: Path) -> No
     assert load_cluster(tmp_path / "saved.json") == cluster
 
 
+def test_a_network_may_reach_less_than_usual(tmp_path: Path) -> None:
+    slow = read(tmp_path, GOOD.replace("network: 3 GB/s", "network: 3 GB/s\n    network_share: 0.6"))
+    assert slow.groups[1].node.outside.bandwidth == pytest.approx(0.6 * 3e9)
+
+
+def test_dimensions_with_a_misspelt_name_are_refused(tmp_path: Path) -> None:
+    """They were left out without a word, and the model planned with four times its width."""
+    path = tmp_path / "mine.json"
+    fields = {"layers": 32, "hidden": 4096, "heads": 32, "sequence": 4096, "vocabulary": 32000}
+    path.write_text(json.dumps(fields | {"feed_foward": 11008}))
+    with pytest.raises(ValueError, match=r"mine have no feed_foward; did you mean feed_forward\?"):
+        shape_of(str(path))
+
+
 def test_its_topology_is_a_tree(tmp_path: Path) -> None:
     links = topology(read(tmp_path, GOOD))
     assert links.number_of_nodes() == 1 + 5 + 32
@@ -86,6 +101,17 @@ def test_every_known_gpu_has_a_source_and_can_be_used() -> None:
         ("network: 3 GB/s", "network: 3", r"line 11: nodes\[1\]\.network: must be a speed such as 40 Gbit/s"),
         ("network: 3 GB/s", "net: 3", r"line 11: nodes\[1\]\.net: unknown field; .*did you mean network\?"),
         (", date: 2026-01-31", "", r"line 7: nodes\[0\]\.price: date missing"),
+        # Percent made links a hundred times as fast.
+        (
+            "link: 32 GB/s}",
+            "link: 32 GB/s, link_share: 76}",
+            r"line 13: gpus\.Mine\.link_share: must be a share of at most 1, got 76",
+        ),
+        (
+            "link: 32 GB/s}",
+            "link: 32 GB/s, multiprocessors: [108]}",
+            r"line 13: gpus\.Mine\.multiprocessors: must be a positive whole number, got \[108\]",
+        ),
         ("tflops: 100, ", "", r"line 13: gpus\.Mine: tflops missing"),
         (
             ", link: 32 GB/s}",

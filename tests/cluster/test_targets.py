@@ -1,13 +1,19 @@
 """Bytes that frameworks keep are those of their own documents."""
 
+import json
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from osdp.cluster.cost.even_step import slots_in_order, usual_bounds
+from osdp.cluster.cost.layer_time import layer_seconds
 from osdp.cluster.cost.stage import ClusterPrices
-from osdp.cluster.plan import ParallelLayout, StageSlot, Workload
+from osdp.cluster.cost.step import price
+from osdp.cluster.export.frameworks import exports
+from osdp.cluster.plan import ParallelLayout, RecomputeLayers, StageSlot, Workload
 from osdp.cluster.targets import Target, as_trained_by
+from osdp.cluster.transformer import Item
 from osdp.plan.dims import ParallelDims
 from tests.helpers.clusters import FAST, cluster, node_type, workload
 
@@ -61,3 +67,79 @@ def test_torchs_pipelines_keep_sharded_gradients_whole_for_a_step(zero: int) -> 
     assert float(whole[1][0]) == 2 * float(sharded[1][0]) == 4e6
     assert float(whole[2][0]) == float(sharded[2][0]) == 10e6 / 2
     assert float(whole[0][0]) == 2e6
+
+
+def seconds(load: Workload, layout: ParallelLayout) -> float:
+    prices = ClusterPrices(cluster((node_type(FAST, 4), 1)), load)
+    bounds = usual_bounds(load.shape.layers, layout.degrees.pp)
+    slots = slots_in_order(prices.cluster, layout)
+    return price(prices, layout, bounds, slots).step_seconds
+
+
+def test_deepspeed_overlaps_by_itself_with_sharded_weights_alone() -> None:
+    """ZeRO 3 was charged every gather in full, and lost searches that it should win."""
+    load = as_trained_by(workload(), Target.DEEPSPEED_BF16)
+    for zero in (1, 2, 3):
+        layout = ParallelLayout(ParallelDims(1, 4, 1), 1, 2, zero=zero)
+        exposed = seconds(replace(load, sharded_overlap=None), layout)
+        assert seconds(load, layout) < exposed if zero == 3 else seconds(load, layout) == exposed
+        plan = price(ClusterPrices(cluster((node_type(FAST, 4), 1)), load), layout, (0, 6), [StageSlot((1,))])
+        written = json.loads(exports(plan, load)[1].text)["zero_optimization"]
+        assert written == {"stage": zero} | ({"overlap_comm": True} if zero == 3 else {})
+
+
+def test_torch_gathers_weights_for_each_microbatch() -> None:
+    """FSDP shards them again after each backward, also those that stay gathered until then."""
+    load = replace(as_trained_by(workload(), Target.FSDP), overlap=0.0)
+    once = replace(load, gathers_each_microbatch=False)
+    more = [
+        seconds(load, layout) - seconds(once, layout)
+        for number in (1, 2, 5)
+        for layout in [ParallelLayout(ParallelDims(1, 4, 1), 1, number, zero=2)]
+    ]
+    # Layer by layer instead of all at once the first one costs latencies alone.
+    assert 0 <= more[0] < (more[1] - more[0]) / 2
+    assert more[2] - more[1] == pytest.approx(3 * (more[1] - more[0]))
+
+
+def test_megatron_hides_messages_of_interleaved_stages_and_pads_vocabularies() -> None:
+    load = as_trained_by(workload(8), Target.MEGATRON_BF16)
+    interleaved = ParallelLayout(ParallelDims(2, 1, 2), 1, 4, schedule="interleaved")
+    plain = replace(interleaved, schedule="1f1b")
+    shown = replace(load, send_overlap=0.0)
+    assert seconds(load, interleaved) < seconds(shown, interleaved)
+    assert seconds(load, plain) == seconds(shown, plain)
+    prices = ClusterPrices(cluster((node_type(FAST, 4), 1)), shown)
+    plan = price(prices, interleaved, usual_bounds(8, 2), slots_in_order(prices.cluster, interleaved))
+    text = exports(plan, shown)[0].text
+    assert "--no-overlap-p2p-communication" in text and "--make-vocab-size-divisible-by 128 " in text
+    assert "--no-overlap-p2p-communication" not in exports(plan, load)[0].text
+    odd = replace(load, shape=replace(load.shape, vocabulary=50257))
+    padded = ClusterPrices(prices.cluster, odd)
+    assert [padded.padded(tp).vocabulary for tp in (1, 2, 8)] == [50304, 50432, 51200]
+    # Rows of eight elements allow the widest loads, which 50,257 do not.
+    one = ParallelLayout(ParallelDims(1, 4, 1), 4, 2)
+    assert seconds(odd, one) < seconds(replace(odd, vocabulary_multiple=1), one)
+
+
+def test_selective_recomputation_repeats_softmax_and_dropout() -> None:
+    load = replace(workload(6), flash=False)
+    prices = ClusterPrices(cluster((node_type(FAST, 4), 1)), load)
+    layout = ParallelLayout(ParallelDims(1, 4, 1), 4, 2, recompute=RecomputeLayers.SELECTIVE)
+    item = prices.item_prices(layout, StageSlot((1,), 4))[Item.LAYER]
+    work, gpu = prices.work(Item.LAYER, layout), node_type(FAST, 4).gpu
+    traffic = work.score_moved_bytes / (gpu.memory_bandwidth * prices.rates.memory_share)
+    products = layer_seconds(work, gpu, prices.rates).attention
+    assert item.recompute == pytest.approx(products + traffic) and traffic > 0.5 * products
+
+
+def test_an_embedding_and_a_head_are_summed_once() -> None:
+    """Each was charged an all-reduce in forward and one in backward, of which it has one."""
+    prices = ClusterPrices(cluster((node_type(FAST, 4), 1)), workload(6))
+    layout = ParallelLayout(ParallelDims(1, 1, 4), 1, 2)
+    items = prices.item_prices(layout, StageSlot((1,), 1))
+    assert items[Item.LAYER].tensor == pytest.approx(4 * items[Item.HEAD].tensor)
+    assert items[Item.EMBEDDING].tensor == pytest.approx(items[Item.HEAD].tensor)
+    full = prices.item_prices(replace(layout, recompute=RecomputeLayers.FULL), StageSlot((1,), 1))
+    assert full[Item.LAYER].tensor == pytest.approx(6 * items[Item.HEAD].tensor)
+    assert full[Item.HEAD].tensor == items[Item.HEAD].tensor

@@ -122,7 +122,13 @@ def _prices(step: MeasuredStep, setting: Setting, fitted: Fitted, counts: tuple[
         positions=step.sequence,
     )
     # Measured steps are those of Megatron-LM's kind of program.
-    workload = Workload(shape=shape, global_batch=step.global_batch, flash=setting.flash, split_sends=True)
+    workload = Workload(
+        shape=shape,
+        global_batch=step.global_batch,
+        flash=setting.flash,
+        split_sends=True,
+        vocabulary_multiple=128,
+    )
     return ClusterPrices(fitted.cluster.part(counts), workload, fitted.rates)
 
 

@@ -20,15 +20,19 @@ class LayerSeconds:
         forward: Seconds of a forward.
         backward: Seconds of a backward.
         attention: Seconds of the attention products (scores and weighted sum) in a forward.
+        selective: Seconds of what selective recomputation repeats: these, and softmax and dropout of scores.
     """
 
     forward: float
     backward: float
     attention: float
+    selective: float
 
     def __mul__(self, factor: float) -> "LayerSeconds":
         """All times multiplied by a factor."""
-        return LayerSeconds(self.forward * factor, self.backward * factor, self.attention * factor)
+        return LayerSeconds(
+            self.forward * factor, self.backward * factor, self.attention * factor, self.selective * factor
+        )
 
     def scale(self, to: "LayerSeconds", by: "LayerSeconds") -> "LayerSeconds":
         """All times multiplied by the ratio of ``to`` and ``by``, each by its own."""
@@ -36,6 +40,7 @@ class LayerSeconds:
             self.forward * to.forward / by.forward,
             self.backward * to.backward / by.backward,
             self.attention * to.attention / by.attention if by.attention else 0.0,
+            self.selective * to.selective / by.selective if by.selective else 0.0,
         )
 
 
@@ -57,10 +62,12 @@ def layer_seconds(work: LayerWork, gpu: Gpu, rates: Efficiencies) -> LayerSecond
         backward += sum(_seconds(part, gpu, own) for part in gemm.gradients)
         # FlashAttention recomputes the scores in its backward: one of its two products once more.
         backward += _seconds(gemm, gpu, own) / 2 if gemm.fused else 0.0
+    attention = sum(_seconds(gemm, gpu, own) for gemm in work.attention)
     return LayerSeconds(
         forward=together(forward, calling, own.blend),
         backward=together(backward, calling, own.blend),
-        attention=sum(_seconds(gemm, gpu, own) for gemm in work.attention),
+        attention=attention,
+        selective=attention + work.score_moved_bytes / bandwidth,
     )
 
 

@@ -72,13 +72,15 @@ class LayerWork:
         backward_bytes: Bytes read and written in a backward by all other operators, including gradient
             accumulation.
         kernels: Kernels launched by a forward.
-        sums: All-reduces over the tensor-parallel ranks in a forward; a backward has the same number.
+        sums: All-reduces over the tensor-parallel ranks in a forward and its backward.
+        forward_sums: Those of them that a recomputed forward repeats.
         summed_bytes: Bytes of each all-reduce.
         kept_bytes: Bytes saved for backward.
         score_bytes: Part of ``kept_bytes`` that selective recomputation does not save.
         input_bytes: Bytes saved if the item is fully recomputed: its input.
         working_bytes: Transient bytes of its own backward, in addition to those saved.
         output_bytes: Bytes of its output, the input of the next item.
+        score_moved_bytes: Part of ``moved_bytes`` that selective recomputation repeats.
         cache_bytes: Keys and values of this part of the sequence, which other parts attend to as well.
         routed_bytes: Bytes of the tokens that a rank sends to experts, once for each of them.
     """
@@ -89,12 +91,14 @@ class LayerWork:
     backward_bytes: int
     kernels: int
     sums: int
+    forward_sums: int
     summed_bytes: int
     kept_bytes: int
     score_bytes: int
     input_bytes: int
     working_bytes: int
     output_bytes: int
+    score_moved_bytes: int = 0
     cache_bytes: int = 0
     routed_bytes: int = 0
 
@@ -196,7 +200,9 @@ def _embedding(
         moved_bytes=8 * stream,
         backward_bytes=5 * stream + 4 * weight,
         kernels=5,
+        # The stream is all-reduced in forward; its gradient is the same on all ranks.
         sums=int(tp > 1),
+        forward_sums=int(tp > 1),
         summed_bytes=stream,
         # The mask of its dropout (Korthikanti et al., section 4.3).
         kept_bytes=indices + tokens * shape.hidden * int(kernels.dropout) // split,
@@ -263,6 +269,7 @@ def _layer(
     moved += wide * inner * (ups + 1)
     back += wide * inner * (3 * ups + 1)
     fused = flash or _softmax_is_fused(samples * heads, s)
+    there = 0
     if not flash:
         there, again = _score_traffic(samples * heads * length * s * attentions, fused, kernels.dropout)
         moved, back = moved + there, back + again
@@ -279,13 +286,15 @@ def _layer(
         moved_bytes=moved,
         backward_bytes=back,
         kernels=_num_kernels(shape, attentions, flash, fused),
-        sums=(attentions + 1) * int(tp > 1),
+        sums=2 * (attentions + 1) * int(tp > 1),
+        forward_sums=(attentions + 1) * int(tp > 1),
         summed_bytes=stream,
         kept_bytes=kept,
         score_bytes=score_bytes,
         input_bytes=input_bytes,
         working_bytes=working,
         output_bytes=input_bytes,
+        score_moved_bytes=there,
         cache_bytes=wide * (keys + values),
     )
 
@@ -436,6 +445,7 @@ def _head(shape: TransformerShape, tokens: int, tp: int, split: int, kernels: Ke
         kernels=8,
         # The stream's gradient is all-reduced; the forward exchanges a few numbers per token only.
         sums=int(tp > 1),
+        forward_sums=0,
         summed_bytes=stream,
         kept_bytes=2 * stream // split + logits * (width + (0 if kernels.fused_loss else SINGLE)),
         score_bytes=0,

@@ -43,7 +43,10 @@ def measured_seconds(
         sum(weight * model.backward for _, weight, model in there),
     )
     # Attention alone is not measured: it keeps its modelled share of the forward.
-    return LayerSeconds(forward, backward, scale(here.attention, forward, here.forward))
+    attention, selective = (
+        scale(of_forward, forward, here.forward) for of_forward in (here.attention, here.selective)
+    )
+    return LayerSeconds(forward, backward, attention, selective)
 
 
 def with_measured_bytes(

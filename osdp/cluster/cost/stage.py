@@ -30,7 +30,7 @@ from osdp.cluster.hardware import Cluster, Gpu
 from osdp.cluster.layer_profile import LayerCase, LayerCost, LayerProfile
 from osdp.cluster.plan import LayerStrategy, ParallelLayout, RecomputeLayers, StageSlot, Workload
 from osdp.cluster.spread import PUBLISHED_SPREAD, Spread, fitted_spread
-from osdp.cluster.transformer import LAYERS, Item
+from osdp.cluster.transformer import LAYERS, Item, TransformerShape
 
 Floats = NDArray[np.float64]
 
@@ -159,6 +159,7 @@ class ClusterPrices:
         self._seconds: dict[tuple[LayerCase, SequenceParts, int, Gpu], LayerSeconds] = {}
         self._factors: dict[tuple[int, int], float] = {}
         self._spreads: dict[tuple[int, int], Spread] = {}
+        self._padded: dict[int, TransformerShape] = {}
 
     def work(self, item: Item, layout: ParallelLayout) -> LayerWork:
         """Work of one rank for one item on one token slice of a microbatch."""
@@ -171,10 +172,17 @@ class ClusterPrices:
         return LayerCase(item, layout.samples, self.workload.shape.sequence, layout.degrees.tp)
 
     def _work_of(self, case: LayerCase, parts: SequenceParts = WHOLE, ep: int = 1) -> LayerWork:
-        shape = self.workload.shape
+        shape = self.padded(case.tp)
         if case.sequence != shape.sequence:
             shape = replace(shape, sequence=case.sequence)
         return layer_work(shape, case.item, case.samples, case.tp, self._kernels, parts=parts, ep=ep)
+
+    def padded(self, tp: int) -> TransformerShape:
+        """The model with its vocabulary as the framework pads it for ``tp`` tensor-parallel ranks."""
+        if tp not in self._padded:
+            shape, multiple = self.workload.shape, self.workload.vocabulary_multiple * tp
+            self._padded[tp] = replace(shape, vocabulary=-(-shape.vocabulary // multiple) * multiple)
+        return self._padded[tp]
 
     def hardware(self, layout: ParallelLayout, slot: StageSlot) -> SlotHardware:
         """Devices and links of a slot."""
@@ -208,8 +216,8 @@ class ClusterPrices:
 
     def tied_numbers(self, layout: ParallelLayout) -> int:
         """Parameter count of a tied embedding's weight on one rank."""
-        shape = self.workload.shape
-        return -(-shape.vocabulary // layout.degrees.tp) * shape.hidden
+        shape = self.padded(layout.degrees.tp)
+        return shape.vocabulary // layout.degrees.tp * shape.hidden
 
     def gradient_seconds(
         self,
@@ -244,7 +252,7 @@ class ClusterPrices:
         scatters = {0: 2, 1: 1}.get(zero, 0)
         reduction = scatters * (fixed + load.reduce_bytes * of_byte)
         exposed = reduction - load.overlap * np.minimum(reduction, backward)
-        if zero in (1, 2):
+        if zero == 1 or (zero == 2 and not load.gathers_each_microbatch):
             gather = fixed + load.weight_bytes * of_byte
             # Beside the next forward, which takes about half of a backward.
             exposed = exposed + gather - load.overlap * np.minimum(gather, np.divide(backward, 2))
@@ -302,9 +310,9 @@ class ClusterPrices:
         full = layer and recompute is RecomputeLayers.FULL
         recomputed = forward if full else 0.0
         if layer and recompute is RecomputeLayers.SELECTIVE:
-            recomputed = max(s.attention for s in slowest)
+            recomputed = max(s.selective for s in slowest)
         # 2. Tensor-parallel all-reduces: in the forward, the backward and a recomputed forward.
-        sums = work.sums * (3 if full else 2) * self._factor(layout)
+        sums = (work.sums + work.forward_sums * full) * self._factor(layout)
         # 3. Memory: recomputation saves activations but makes them part of the item's transient memory.
         lost = self.workload.fragmentation if recompute is RecomputeLayers.FULL else 0.0
         kept = work.kept_bytes
@@ -319,7 +327,8 @@ class ClusterPrices:
         exchanged = exchanged_bytes(layout.cp, work.cache_bytes, around=around)
         # To the experts and back, in the forward, the backward and a recomputed forward.
         routing = 2 * (2 + full) * hardware.experts.seconds(work.routed_bytes) if work.routed_bytes else 0.0
-        shape, degrees = self.workload.shape, layout.degrees
+        degrees = layout.degrees
+        shape = self.padded(degrees.tp)
         parameters = shape.parameters(item, degrees.tp, layout.ep)
         undivided = parameters + (layout.ep - 1) * shape.expert_parameters(item, degrees.tp, layout.ep)
         summing = self.rates.sum_wait(layout.degrees.tp) + hardware.tensor.reduce_seconds(work.summed_bytes)
@@ -418,10 +427,12 @@ class ClusterPrices:
         zero = self._shards_while_running(layout.strategy, layout)
         if zero < 2 or layout.replicas == 1 or not of_byte:
             return 0.0
-        scatter = fixed + load.reduce_bytes * of_byte
-        gather = fixed + load.weight_bytes * of_byte if zero == 3 else 0.0
-        return _exposed_seconds(gather, forward, load.overlap) + _exposed_seconds(
-            gather + scatter, backward, load.overlap
+        scatter, gather = fixed + load.reduce_bytes * of_byte, fixed + load.weight_bytes * of_byte
+        before_forward = gather if zero == 3 or load.gathers_each_microbatch else 0.0
+        before_backward = gather if zero == 3 else 0.0
+        overlap = load.sharded_overlap if zero == 3 and load.sharded_overlap is not None else load.overlap
+        return _exposed_seconds(before_forward, forward, overlap) + _exposed_seconds(
+            before_backward + scatter, backward, overlap
         )
 
     def working_bytes(self, layout: ParallelLayout, item: ItemPrices) -> float:

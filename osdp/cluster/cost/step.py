@@ -89,7 +89,8 @@ def border_seconds(
     """Seconds of the transfers between two stages for one microbatch: an output and its gradient.
 
     Each token slice is sent separately. ``nbytes`` are those that a rank needs of it; where tensor-parallel
-    ranks send parts, the receiving ones gather them.
+    ranks send parts, the receiving ones gather them. A rank of several stages computes another of them
+    meanwhile, for longer.
     """
     split = load.split_sends and not load.sequence_parallel and layout.degrees.tp > 1
     sent = nbytes / layout.degrees.tp if split else nbytes
@@ -98,7 +99,8 @@ def border_seconds(
     links = (after.within,) if same_node else (before.between, after.between)
     # Forward and backward. An interleaved rank sends for each of its stages.
     messages = 2 * layout.stages_per_rank * layout.token_slices
-    return messages * (max(link.seconds(sent) for link in links) + gathered)
+    exposed = 1.0 - load.send_overlap if layout.stages_per_rank > 1 else 1.0
+    return exposed * messages * (max(link.seconds(sent) for link in links) + gathered)
 
 
 def embedding_seconds(

@@ -64,6 +64,7 @@ def megatron(plan: ClusterPlan, workload: Workload, half: str) -> Export:
         "num-attention-heads": shape.heads,
         "max-position-embeddings": max(shape.positions, shape.sequence),
         "vocab-size": shape.vocabulary,
+        "make-vocab-size-divisible-by": workload.vocabulary_multiple,
         "tensor-model-parallel-size": degrees.tp,
         "pipeline-model-parallel-size": degrees.pp,
         "micro-batch-size": layout.samples,
@@ -89,6 +90,8 @@ def megatron(plan: ClusterPlan, workload: Workload, half: str) -> Export:
         words |= {"normalization": "RMSNorm"}
     if not shape.biases:
         flags.append("disable-bias-linear")
+    if shape.qkv_biases and not shape.biases:
+        flags.append("add-qkv-bias")
     if shape.experts:
         words |= _megatron_experts(shape, layout.ep)
         # It asserts both.
@@ -110,6 +113,8 @@ def megatron(plan: ClusterPlan, workload: Workload, half: str) -> Export:
         text.append("--overlap-grad-reduce" + " --overlap-param-gather" * bool(zero))
     if workload.tensor_overlap and degrees.tp > 1:
         text.append("--tp-comm-overlap")
+    if layout.stages_per_rank > 1 and not workload.send_overlap:
+        text.append("--no-overlap-p2p-communication")
     if zero > 1:
         notes.append(f"ZeRO {zero}: the distributed optimizer is ZeRO 1")
     if not shape.causal and not shape.decoder_layers:
@@ -135,7 +140,7 @@ def _megatron_notes(layout: ParallelLayout, workload: Workload, half: str) -> li
     shape, tp = workload.shape, layout.degrees.tp
     notes = [
         "what a shape does not tell: epsilon of norms, norms of queries and keys over their whole width, "
-        "scaling of positions"
+        "scaling of positions" + ", the function of gates (--swiglu has SiLU, Gemma GELU)" * shape.gated
     ]
     if half == "bfloat16" and workload.gradient_bytes < 4:
         notes.append("gradients in float32, which it keeps: --target megatron-bf16 counts them")
@@ -233,8 +238,11 @@ def deepspeed(plan: ClusterPlan, workload: Workload, half: str) -> Export:
     """DeepSpeed's configuration."""
     layout, degrees = plan.most_memory_saving, plan.layout.degrees
     # By itself with ZeRO 3 alone, and not at all with pipelines (deepspeed/runtime/pipe/engine.py).
-    overlaps = workload.overlap > 0 and layout.strategy.zero > 0 and degrees.pp == 1
-    overlap = {"overlap_comm": True} if overlaps else {}
+    hidden = workload.overlap
+    if layout.strategy.zero == 3 and workload.sharded_overlap is not None:
+        hidden = workload.sharded_overlap
+    overlaps = hidden > 0 and layout.strategy.zero > 0 and degrees.pp == 1
+    overlap = {"overlap_comm": overlaps} if overlaps or layout.strategy.zero == 3 else {}
     config: dict[str, object] = {
         "train_batch_size": layout.samples * layout.microbatches * degrees.dp,
         "train_micro_batch_size_per_gpu": layout.samples,
@@ -246,7 +254,7 @@ def deepspeed(plan: ClusterPlan, workload: Workload, half: str) -> Export:
     if half == "bfloat16" and workload.gradient_bytes > 2:
         config["data_types"] = {"grad_accum_dtype": "fp32"}
     notes = []
-    if workload.overlap and not overlaps:
+    if hidden and not overlaps:
         notes.append("overlap: not with pipelines, or without ZeRO")
     if degrees.pp > 1:
         notes.append(f"stages: PipelineModule(layers, num_stages={degrees.pp}, partition_method=...) in code")
@@ -363,8 +371,8 @@ def torchtitan(plan: ClusterPlan, workload: Workload, half: str) -> Export:
     if half != "bfloat16":
         words["training.mixed_precision_param"] = "float32"
         notes += [f"{half}: it computes in bfloat16 or float32, which is written"] * (half != _WHOLE)
-    if degrees.tp > 1 and not workload.sequence_parallel:
-        notes.append("tensor parallelism without sequence parallelism: it has both together")
+    if degrees.tp > 1:
+        words["parallelism.enable_sequence_parallel"] = str(workload.sequence_parallel).lower()
     if degrees.pp > 1:
         words["parallelism.pipeline_parallel_schedule"] = layout.schedule_kind.torch_name or "1F1B"
         words["parallelism.pipeline_parallel_microbatch_size"] = layout.samples

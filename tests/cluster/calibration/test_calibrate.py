@@ -172,7 +172,10 @@ def test_even_steps_cost_what_the_planner_says() -> None:
             sequence=step.sequence, vocabulary=SETTING.vocabulary, positions=step.sequence,
         )  # fmt: skip
         cluster = Cluster((NodeGroup(replace(NODE, inside=INSIDE), 1),))
-        load = Workload(shape=shape, global_batch=step.global_batch, flash=False, split_sends=True)
+        load = Workload(
+            shape=shape, global_batch=step.global_batch, flash=False, split_sends=True,
+            vocabulary_multiple=128,
+        )  # fmt: skip
         prices = ClusterPrices(cluster, load, TRUE)
         layout = StepModel([step], SETTING).layouts[0]
         slots = (even_slot(prices, layout),) * step.pp

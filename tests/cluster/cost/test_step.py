@@ -101,7 +101,7 @@ def test_a_layer_does_and_keeps_what_is_published() -> None:
     assert sum(gemm.moved_bytes for gemm in flash.attention) == 0
     half = layer_work(gpt, Item.LAYER, b, 2, Kernels(flash=False))
     assert half.kept_bytes == s * b * h * 10 + (s * b * h * 24 + 5 * 16 * s * s * b) // 2
-    assert work.sums == 0 and half.sums == 2
+    assert work.sums == work.forward_sums == 0 and (half.sums, half.forward_sums) == (4, 2)
 
 
 def test_sequence_parallelism_splits_what_tensor_parallelism_leaves_whole() -> None:

@@ -15,6 +15,7 @@ from osdp.cluster.export.breakdown import breakdown, step_parts
 from osdp.cluster.export.frameworks import Export, exports
 from osdp.cluster.known_transformers import shape_of
 from osdp.cluster.plan import ClusterPlan, ParallelLayout, RecomputeLayers, StageSlot, Workload
+from osdp.cluster.transformer import Item
 from osdp.plan.dims import ParallelDims
 from tests.helpers.clusters import FAST, cluster, node_type, workload
 
@@ -110,6 +111,23 @@ def test_precision_dropout_positions_and_overlap_are_exported() -> None:
     assert "mixed_precision: fp16" in accelerate.text
     assert any(note.startswith("float16: it computes in") for note in torchtitan.notes)
     assert any("sequence parallelism" in note for note in deepspeed.notes)
+
+
+def test_biases_of_queries_alone_and_parallel_sequences_are_exported() -> None:
+    """Qwen2 was exported without the biases that it has; torchtitan's default split sequences."""
+    qwen = replace(LOAD.shape, biases=False, qkv_biases=True, gated=True)
+    assert (
+        qwen.parameters(Item.LAYER)
+        == replace(qwen, qkv_biases=False).parameters(Item.LAYER) + 3 * qwen.hidden
+    )
+    layout = ParallelLayout(ParallelDims(1, 4, 2), 1, 2, zero=1)
+    for split in (False, True):
+        load = replace(LOAD, shape=qwen, sequence_parallel=split)
+        plan = price(ClusterPrices(NODES, load), layout, (0, 8), [StageSlot((2,))])
+        megatron, *_, torchtitan = exports(plan, load)
+        assert "--disable-bias-linear" in megatron.text and "--add-qkv-bias" in megatron.text
+        assert "Gemma GELU" in megatron.notes[0]
+        assert f"--parallelism.enable_sequence_parallel '{str(split).lower()}'" in torchtitan.text
 
 
 EXPERTS = replace(
