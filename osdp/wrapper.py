@@ -292,6 +292,10 @@ class OSDP(Stepped, Wrapped, PlannedModule, nn.Module):
         """
         return self._applied.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
 
+    # PlannedModule's look up what parameters stand for; those here are the stored ones.
+    zero_grad = nn.Module.zero_grad
+    requires_grad_ = nn.Module.requires_grad_
+
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:

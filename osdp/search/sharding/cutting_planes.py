@@ -212,10 +212,29 @@ class CuttingPlaneSearch:
             self.bound = upper
             return None
         best = None
+        rows, constant, caps, times = self._stacked(list(self._times.values()), list(self._moments.values()))
+        duals = self._dual_prices(rows, constant, caps, times)
+        if duals is None:
+            self.bound = upper
+            return None
+        weights, known_times = duals.weights, times
         for _ in range(_CHAIN_ROUNDS):
             if deadline.is_over or self.is_proven(upper):
                 break
-            bound, columns = self._relaxed_chains(chains, deadline)
+            # What no chain that beats the best plan takes need not be looked at again.
+            rows, constant, caps, times = self._stacked(
+                list(self._times.values()), list(self._moments.values())
+            )
+            priced = np.zeros(len(constant))
+            priced[:known_times] = weights[:known_times]
+            priced[times : times + len(weights) - known_times] = weights[known_times:]
+            room = constant - np.where(np.isfinite(caps), caps, 0.0)
+            chains = chains.within(rows @ priced, upper * float(priced[:times].sum()) - float(room @ priced))
+            if not chains.any_fits:
+                self.bound = upper
+                break
+            bound, weights, columns = self._relaxed_chains(chains, deadline)
+            known_times = times
             self.bound = min(upper, max(bound, self.bound))
             known = self.num_rows
             distinct = {column.tobytes(): column for column in columns[-_CHAINS_SIMULATED:]}
@@ -233,8 +252,8 @@ class CuttingPlaneSearch:
                 break
         return best
 
-    def _relaxed_chains(self, chains: FittingChains, deadline: Deadline) -> tuple[float, list[Ints]]:
-        """A bound by the rows and mixtures of ``chains``, and the chains that were tried for it.
+    def _relaxed_chains(self, chains: FittingChains, deadline: Deadline) -> tuple[float, Floats, list[Ints]]:
+        """A bound by the rows and mixtures of ``chains``, its prices, and the chains that were tried for it.
 
         After the deadline only those are mixed that are known.
         """
@@ -242,10 +261,10 @@ class CuttingPlaneSearch:
         room = constant - np.where(np.isfinite(caps), caps, 0.0)
         columns: list[Ints] = []
         totals: list[Floats] = []
-        bound = 0.0
+        bound, best = 0.0, np.eye(1, len(constant))[0]
 
         def price(weights: Floats) -> Floats:
-            nonlocal bound
+            nonlocal bound, best
             if columns and deadline.is_over:
                 known = np.stack(totals)
                 return np.asarray(known[[int(np.argmin(known @ weights))]])
@@ -254,8 +273,8 @@ class CuttingPlaneSearch:
             total = rows[found].sum(axis=0)
             totals.append(total)
             seconds = float(weights[:times].sum())
-            if seconds > 0:
-                bound = max(bound, float((total + room) @ weights) / seconds)
+            if seconds > 0 and float((total + room) @ weights) / seconds > bound:
+                bound, best = float((total + room) @ weights) / seconds, weights.copy()
             return np.asarray(total[None])
 
         relaxed = relax(price, np.ones(1), constant, caps, times)
@@ -263,7 +282,7 @@ class CuttingPlaneSearch:
         for factor in _DEARER:
             dearer = np.where(np.isfinite(caps), factor * relaxed.weights, relaxed.weights)
             columns.append(chains.cheapest(rows @ dearer))
-        return bound, columns
+        return bound, best, columns
 
     def is_proven(self, seconds: float) -> bool:
         """Whether nothing is faster than so many seconds, as far as that matters."""
@@ -386,11 +405,7 @@ class CuttingPlaneSearch:
         """The best units under the rows so far, with their simulated step."""
         # 1. Dual costs of all rows, by the linear relaxation.
         rows, constant, caps, times = self._stacked(objectives, bounded)
-        # Rows are only ever added, so their numbers identify them.
-        key = times, len(bounded)
-        if key not in self._duals:
-            self._duals[key] = relaxation(chain_problem(self._space, rows, constant, caps, times))
-        duals = self._duals[key]
+        duals = self._dual_prices(rows, constant, caps, times)
         if duals is None:
             self.impossible = True
             return _Relaxed(np.inf, upper)
@@ -420,6 +435,14 @@ class CuttingPlaneSearch:
         chosen, outcome = min(options, key=lambda option: (option[1].peak > self._limit, option[1].seconds))
         self._patterns |= dict.fromkeys(patterns_of(self._space.bounds, chosen))
         return _Relaxed(solution.value, solution.bound, chosen, outcome)
+
+    def _dual_prices(self, rows: Floats, constant: Floats, caps: Floats, times: int) -> DualPrices | None:
+        """Dual prices of what :meth:`_stacked` returns, by the linear relaxation."""
+        # Rows are only ever added, so their numbers identify them.
+        key = times, len(constant) - times
+        if key not in self._duals:
+            self._duals[key] = relaxation(chain_problem(self._space, rows, constant, caps, times))
+        return self._duals[key]
 
     def _stacked(
         self, objectives: list[tuple[Floats, float]], bounded: list[tuple[Floats, float]]

@@ -99,6 +99,16 @@ class FittingChains:
         """Whether there is any chain."""
         return bool(np.isfinite(self._least(np.zeros(self.candidate.max(initial=-1) + 1))[1]).any())
 
+    def within(self, costs: Floats, most: float) -> "FittingChains":
+        """Without the steps of which every chain has a sum of ``costs``, shape ``(E,)``, of ``most`` or more.
+
+        Few are left where the sums are bounds and ``most`` is what a plan takes that is nearly the best
+        (reduced-cost fixing; Dantzig, Fulkerson and Johnson, Operations Research 2(4), 1954).
+        """
+        least = self._least(costs)[0][self.source] + costs[self.candidate] + self._to_end(costs)[self.target]
+        kept = least < most
+        return FittingChains(self.source[kept], self.candidate[kept], self.target[kept], self.num_places)
+
     def cheapest(self, costs: Floats) -> Ints:
         """Candidates of the chain with the least sum of ``costs``, shape ``(E,)``, if any fits."""
         least, ends = self._least(costs)
@@ -121,6 +131,20 @@ class FittingChains:
         ends = least.reshape(self.num_places, *_SHAPE)[-1].copy()
         ends[..., 1] = np.inf
         return least, ends
+
+    def _to_end(self, costs: Floats) -> Floats:
+        """The least sum of ``costs`` from each state to the end of a chain."""
+        least = np.full(self.num_places * _STATES, np.inf)
+        # Behind the last unit there is nothing.
+        least.reshape(self.num_places, *_SHAPE)[-1, ..., 0] = 0.0
+        order = np.argsort(self.source, kind="stable")
+        source, target, own = self.source[order], self.target[order], costs[self.candidate[order]]
+        bounds = np.flatnonzero(np.diff(source // _STATES, prepend=-1, append=-1))
+        for begin, end in reversed(list(pairwise(bounds.tolist()))):
+            states = source[begin:end]
+            first = np.flatnonzero(np.diff(states, prepend=-1))
+            least[states[first]] = np.minimum.reduceat(least[target[begin:end]] + own[begin:end], first)
+        return least
 
 
 @dataclass(frozen=True)
