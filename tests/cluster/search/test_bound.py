@@ -176,7 +176,7 @@ def test_ways_that_come_out_alike_do_not_hide_the_layout_in_which_they_are() -> 
     devices = cluster((node, 3))
     best = check(devices, load, LayoutSpace(tp=(2,), pp=(3,), schedules=("1f1b",)))
     # Stages that are each as fast as can be are not together: by item it would be half a millisecond more.
-    assert best == pytest.approx(0.039140, rel=1e-4)
+    assert best == pytest.approx(0.039010, rel=1e-4)
 
 
 def test_an_untied_head_leaves_two_embeddings_that_a_stage_may_share() -> None:
@@ -204,5 +204,5 @@ def test_a_stage_may_have_an_end_of_the_chain_alone() -> None:
         "node", Gpu("gpu", 1e14, 281340924, 2e12), 4, NetworkLink(3e11, 0.0), NetworkLink(1e8, 1e-4)
     )
     space = LayoutSpace(pp=(6,), tp=(2,), recompute=(RecomputeLayers.FULL,), schedules=("1f1b",))
-    assert check(cluster((node, 3)), load, space) == pytest.approx(0.050366, rel=1e-4)
+    assert check(cluster((node, 3)), load, space) == pytest.approx(0.050301, rel=1e-4)
     assert check(cluster((node, 3)), load, replace(space, samples=(2,))) < math.inf
