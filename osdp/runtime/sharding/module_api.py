@@ -211,7 +211,7 @@ class PlannedModule(FSDPModule):
             if set_to_none:
                 stored.grad = None
             elif stored.grad is not None:
-                stored.grad = torch.zeros_like(stored.grad)
+                stored.grad = stored.grad.detach().zero_()
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Any:
         """Call ``fn`` with this module and all its submodules, which hold their stored parameters then."""
