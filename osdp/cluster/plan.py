@@ -157,6 +157,10 @@ class Workload:
     stored_fragmentation: float = 0.0
     boundary_copies: int = 0
 
+    def overlap_under(self, zero: int) -> float:
+        """How well communication of weights and gradients is hidden under a ZeRO stage."""
+        return self.sharded_overlap if zero == 3 and self.sharded_overlap is not None else self.overlap
+
     @property
     def has_dropout(self) -> bool:
         """Whether layers have dropouts."""

@@ -165,7 +165,7 @@ class ClusterRequest:
                 "alone; add that"
             )
         if self.overlap is not None:
-            workload = replace(workload, overlap=self.overlap)
+            workload = replace(workload, overlap=self.overlap, sharded_overlap=None)
         cluster = load_cluster(self.cluster)
         if self.half == "bfloat16" and cluster.half != "bfloat16":
             slow = ", ".join(group.node.gpu.name for group in cluster.groups if not group.node.gpu.bfloat16)

@@ -269,10 +269,9 @@ def _layer(
     moved += wide * inner * (ups + 1)
     back += wide * inner * (3 * ups + 1)
     fused = flash or _softmax_is_fused(samples * heads, s)
-    there = 0
-    if not flash:
-        there, again = _score_traffic(samples * heads * length * s * attentions, fused, kernels.dropout)
-        moved, back = moved + there, back + again
+    stored = 0 if flash else samples * heads * length * s * attentions
+    there, again = _score_traffic(stored, fused, kernels.dropout)
+    moved, back = moved + there, back + again
     # Each weight's gradient is accumulated into that of the earlier microbatches.
     back += 3 * sum(gemm.columns * gemm.inner for gemm in gemms if gemm.count == 1) * width
     input_bytes = stream // split * (2 if item is Item.CROSS_LAYER else 1)

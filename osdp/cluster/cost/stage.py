@@ -430,7 +430,7 @@ class ClusterPrices:
         scatter, gather = fixed + load.reduce_bytes * of_byte, fixed + load.weight_bytes * of_byte
         before_forward = gather if zero == 3 or load.gathers_each_microbatch else 0.0
         before_backward = gather if zero == 3 else 0.0
-        overlap = load.sharded_overlap if zero == 3 and load.sharded_overlap is not None else load.overlap
+        overlap = load.overlap_under(zero)
         return _exposed_seconds(before_forward, forward, overlap) + _exposed_seconds(
             before_backward + scatter, backward, overlap
         )

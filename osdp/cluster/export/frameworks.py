@@ -113,8 +113,7 @@ def megatron(plan: ClusterPlan, workload: Workload, half: str) -> Export:
         text.append("--overlap-grad-reduce" + " --overlap-param-gather" * bool(zero))
     if workload.tensor_overlap and degrees.tp > 1:
         text.append("--tp-comm-overlap")
-    if layout.stages_per_rank > 1 and not workload.send_overlap:
-        text.append("--no-overlap-p2p-communication")
+    text += ["--no-overlap-p2p-communication"] * (layout.stages_per_rank > 1 and not workload.send_overlap)
     if zero > 1:
         notes.append(f"ZeRO {zero}: the distributed optimizer is ZeRO 1")
     if not shape.causal and not shape.decoder_layers:
@@ -238,9 +237,7 @@ def deepspeed(plan: ClusterPlan, workload: Workload, half: str) -> Export:
     """DeepSpeed's configuration."""
     layout, degrees = plan.most_memory_saving, plan.layout.degrees
     # By itself with ZeRO 3 alone, and not at all with pipelines (deepspeed/runtime/pipe/engine.py).
-    hidden = workload.overlap
-    if layout.strategy.zero == 3 and workload.sharded_overlap is not None:
-        hidden = workload.sharded_overlap
+    hidden = workload.overlap_under(layout.strategy.zero)
     overlaps = hidden > 0 and layout.strategy.zero > 0 and degrees.pp == 1
     overlap = {"overlap_comm": overlaps} if overlaps or layout.strategy.zero == 3 else {}
     config: dict[str, object] = {
