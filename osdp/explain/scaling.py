@@ -27,8 +27,9 @@ _CALL_SECONDS = 4e-5
 #: frames of 1,538.
 _PAYLOAD = 1448 / 1538
 
-#: Channels that oneDNN pads the weights of a depthwise convolution to, both inputs and outputs, on CPUs.
-_BLOCK = 16
+#: Channels that oneDNN pads the weights of a depthwise convolution to, both inputs and outputs, on CPUs: as
+#: many as a vector of AVX-512 has, or one of AVX2.
+_BLOCKS = (16, 8)
 
 #: Share of the bytes that are expected of padded weights from which they are taken to be there.
 _SEEN = 0.9
@@ -65,16 +66,16 @@ def profile_at_batch(profile: Profile, model_desc: ModelDesc, local_batch: int) 
 
     def scaled(segment: SegmentProfile) -> SegmentProfile:
         of_trace = traced[segment.signature]
-        fixed, launch = 0, LAUNCH_SECONDS
+        depthwise, launch = 0, LAUNCH_SECONDS
         if profile.device == "cpu":
-            fixed = sum(_depthwise_bytes(operators[name]) for name in of_trace.operators)
+            depthwise = sum(_depthwise_bytes(operators[name]) for name in of_trace.operators)
             launch = _CALL_SECONDS
         scaled_pass = partial(_scaled_pass, before=before, after=local_batch, launch=launch)
         saved = _ratio(of_trace.saved_bytes(before), of_trace.saved_bytes(local_batch))
         return replace(
             segment,
             forward=scaled_pass(segment.forward, of_trace.forward),
-            backward=scaled_pass(segment.backward, of_trace.backward, fixed),
+            backward=scaled_pass(segment.backward, of_trace.backward, depthwise),
             saved_bytes=math.ceil(saved * segment.saved_bytes),
         )
 
@@ -89,32 +90,33 @@ def profile_at_batch(profile: Profile, model_desc: ModelDesc, local_batch: int) 
 
 
 def _depthwise_bytes(operator: Operator) -> int:
-    """Bytes that the backward of depthwise convolutions takes on CPUs for any batch: their padded weights.
+    """Bytes of the weights of depthwise convolutions, of shape (channels, 1, height, width).
 
-    So it does where images have their channels last. ConvNeXt's measured ones are these to 1 % (torch 2.13);
-    what other convolutions take grows with the batch. Weights are of shape (channels, 1, height, width).
+    Where images have their channels last, their backward on CPUs takes them padded whatever the batch.
+    ConvNeXt's measured workspace is that to 1 % (torch 2.13); what other convolutions take grows with the
+    batch.
     """
-    padded = _BLOCK * _BLOCK
     return sum(
-        padded * parameter.nbytes
+        parameter.nbytes
         for parameter in operator.parameters
         if len(parameter.shape) > 2 and parameter.shape[1] == 1 < parameter.shape[0]
     )
 
 
 def _scaled_pass(
-    measured: PassProfile, work: Work, fixed: int = 0, *, before: int, after: int, launch: float
+    measured: PassProfile, work: Work, depthwise: int = 0, *, before: int, after: int, launch: float
 ) -> PassProfile:
-    """A pass at another batch; if it takes ``fixed`` bytes beyond the trace, it takes these as before."""
+    """A pass at another batch; if it pads ``depthwise`` bytes of weights, it does so as before."""
     traced = work.peak_bytes(before)
     # Where the trace frees more than it allocates, what was measured is workspace.
     peak = _ratio(traced, work.peak_bytes(after)) if traced > 0 else after / before
-    there = measured.peak_bytes - max(traced, 0) > _SEEN * fixed
-    workspace = min(measured.peak_bytes, fixed) if there else 0
+    beyond = measured.peak_bytes - max(traced, 0)
+    block = next((block for block in _BLOCKS if beyond > _SEEN * block**2 * depthwise), 1)
+    workspace = min(measured.peak_bytes, block**2 * depthwise) if block > 1 else 0
 
     def busy(batch: int) -> float:
         # Where weights are padded on both sides, images are on one, and take as many times as long.
-        return max(work.flops(batch) / _FLOPS_PER_BYTE, work.moved_bytes(batch) + workspace / _BLOCK)
+        return max(work.flops(batch) / _FLOPS_PER_BYTE, work.moved_bytes(batch) + workspace / block)
 
     launch = min(launch, measured.seconds)
     seconds = launch + (measured.seconds - launch) * _ratio(busy(before), busy(after))

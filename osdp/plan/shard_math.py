@@ -9,6 +9,9 @@ from osdp.model.description import Operator
 #: leave ranks without work.
 MATRIX_PORTION = 2**26
 
+#: Elements of a replicated parameter's gradient that are added to a sum of another dtype at once.
+ADDED_AT_ONCE = 2**14
+
 _BFLOAT16 = 2
 
 #: Shards of fewer elements are sent together: a message takes as long as this many do.

@@ -37,6 +37,10 @@ from osdp.arrays import Bools, Floats, Ints
 from osdp.cost.sharding.problem import RootUnitCost, ShardingProblem, StepSettings
 from osdp.cost.sharding.strategies import UnitMode
 from osdp.cost.sharding.units import UnitCosts
+from osdp.plan.shard_math import ADDED_AT_ONCE
+
+#: Bytes of a gradient's part, in float32, that is added to a bucket at once.
+_ADDED_BYTES = 4 * ADDED_AT_ONCE
 
 
 class PeakMoment(NamedTuple):
@@ -307,13 +311,17 @@ def _arrived(view: View, bucket: Floats) -> Floats:
     The operator whose backward comes first makes its gradients, then opens the ``bucket`` with one of them
     on its way into it; those of the others find it open.
     """
-    arrivals, region = view.problem.arrivals, view.region
-    largest = view.inside(view.units.largest_gradient)
+    units, arrivals, region = view.units, view.problem.arrivals, view.region
+    largest = view.inside(units.largest_gradient)
     delay = arrivals.delay[region]
     made = _gradient_at(view.problem, region // 2) - delay
     opening = bucket + np.minimum(largest, arrivals.into_bucket[region]) - arrivals.bucket_delay[region]
-    found_open = bucket + np.maximum(np.minimum(largest, arrivals.in_flight[region]) - delay, 0.0)
-    opens = view.inside(2 * view.units.stop - 1) == region
+    coming = np.minimum(largest, arrivals.in_flight[region])
+    if view.problem.settings.microbatches > 1:
+        # A part of it at a time is copied into the dtype of the sum that it is added to.
+        coming = coming + np.minimum(view.inside(units.added_as), _ADDED_BYTES)
+    found_open = bucket + np.maximum(coming - delay, 0.0)
+    opens = view.inside(2 * units.stop - 1) == region
     return np.asarray(np.where(opens, np.maximum(np.maximum(made, opening), 0.0), found_open))
 
 

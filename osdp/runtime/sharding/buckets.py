@@ -33,6 +33,7 @@ from osdp.comm.averaging import Reduction
 from osdp.comm.bucket_layouts import BucketLayout, InOrder, RowsByRank
 from osdp.comm.collectives import wait_until_released
 from osdp.comm.part_exchange import PartExchange
+from osdp.plan.shard_math import ADDED_AT_ONCE
 from osdp.runtime.module.group_dtensor import compute_as_whole
 from osdp.runtime.sharding.gradients import AllReduceHook
 from osdp.runtime.sharding.replicated import ParameterSteppedInShards, ReplicatedParameter
@@ -45,9 +46,6 @@ class _Content(Enum):
     SCALED = 1  # a local sum, times the scale
     REDUCED = 2  # an earlier gradient, the same on all ranks, not scaled
 
-
-#: Elements of gradients that are added to a sum of another dtype at once.
-_ADDED_AT_ONCE = 2**14
 
 #: How often the memory of a gradient is held that no other tensor shares: by itself and by who asks.
 _OWN_USES = 2
@@ -352,9 +350,13 @@ def _add(total: torch.Tensor, grad: torch.Tensor, scale: float) -> None:
         total.add_(grad, alpha=scale)
         return
     # On CPUs torch copies all that it is given into the dtype of the result first.
-    rows = max(_ADDED_AT_ONCE * len(grad) // max(grad.numel(), 1), 1)
-    for part, more in zip(total.split(rows), grad.split(rows), strict=True):
-        part.add_(more, alpha=scale)
+    rows = ADDED_AT_ONCE * len(grad) // max(grad.numel(), 1)
+    if rows:
+        for part, more in zip(total.split(rows), grad.split(rows), strict=True):
+            part.add_(more, alpha=scale)
+        return
+    for row, more in zip(total, grad, strict=True):
+        _add(row, more, scale)
 
 
 def _layout_of(parameters: Sequence[ReplicatedParameter], ranks: int, num_flags: int) -> BucketLayout:
