@@ -2,11 +2,12 @@
 
 The data are measured iterations in vTrain's columns (Bang et al., MICRO 2024; see
 :data:`osdp.cluster.calibration.measured_step.COLUMNS`), on nodes of eight A100 with NVSwitch inside and 800
-Gbit/s between them, by Megatron-LM's kind of program: GPT with a vocabulary of 50,257, attention that writes
-its scores, 1F1B, Adam in mixed precision. The rows do not say what was recomputed; all are taken to be set up
-alike, with full recomputation if one of them would not fit 80 GB otherwise, and with none if all do. Steps of
-other machines are judged with ``--cluster``, the file of these, of one kind or several: a step ran on its
-first nodes, with as many layers in each stage, or items where the stages do not divide the layers.
+Gbit/s between them, by Megatron-LM's kind of program: GPT with a vocabulary of 50,257, which is not padded,
+attention that writes its scores, 1F1B, Adam in mixed precision. The rows do not say what was recomputed; all
+are taken to be set up alike, with full recomputation if one of them would not fit 80 GB otherwise, and with
+none if all do. Steps of other machines are judged with ``--cluster``, the file of these, of one kind or
+several: a step ran on its first nodes, with as many layers in each stage, or items where the stages do not
+divide the layers.
 
 - Zero-shot: the published rates (:data:`osdp.cluster.cost.rates.PUBLISHED`); nothing is fitted to the data.
 - Cross-validation: five parts, each predicted by coefficients fitted to the other four, with and without
@@ -65,8 +66,10 @@ NODE = NodeType(
     inside=NetworkLink(229e9, 4e-6),
     outside=NetworkLink(0.9 * 100e9, 2e-5),
 )
-#: As many nodes as any step needs.
-SETTING = Setting(Cluster((NodeGroup(NODE, 4096),)))
+#: As many nodes as any step needs. A tensor-parallel rank has ``vocab_size // world_size`` entries of the
+#: embedding (vTrain's ``src/model/gpt_modeling.py``); logits of one rank, 50,257 for each token, take 2.7
+#: times as long per FLOP in its steps as the 25,128 of each of two.
+SETTING = Setting(Cluster((NodeGroup(NODE, 4096),)), pads_vocabulary=False)
 
 #: Field of a step that is extrapolated, by its name in the summary.
 LEFT_OUT = {"leave_out_gpus": "devices", "leave_out_hidden": "hidden", "leave_out_microbatch": "samples"}
@@ -126,7 +129,9 @@ def measure(options: Options) -> Result:
     """Zero-shot, cross-validated and left out."""
     result = Result(options)
     steps = read_steps(options.data or "")
-    setting = SETTING if options.cluster is None else Setting(load_cluster(options.cluster))
+    setting = SETTING
+    if options.cluster is not None:
+        setting = replace(setting, cluster=load_cluster(options.cluster))
     setting = replace(setting, recompute=assumed_recompute(steps, setting))
     rows: dict[str, Row] = {}
     measured = np.array([step.seconds for step in steps])

@@ -34,12 +34,15 @@ class Setting:
         vocabulary: Entries of the embedding.
         flash: Whether attention is FlashAttention, which does not store its scores.
         recompute: Activation recomputation.
+        pads_vocabulary: Whether the embedding is padded to a multiple of 128 entries on each tensor-parallel
+            rank, as by Megatron-LM; otherwise ranks have equal parts of it, rounded down.
     """
 
     cluster: Cluster
     vocabulary: int = 50257
     flash: bool = False
     recompute: RecomputeLayers = RecomputeLayers.NONE
+    pads_vocabulary: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +79,12 @@ class StepModel:
 
     def seconds(self, fitted: Fitted) -> Floats:
         """Modelled seconds of each step with these coefficients and links, shape ``(rows,)``."""
-        # Steps of one layer size on one cluster share their layer times.
+        # Steps of layers of one size, divided alike, on one cluster share their layer times.
         priced: dict[tuple[object, ...], EvenSteps] = {}
         found = np.empty(len(self.steps))
         rows = zip(self.steps, self.layouts, self.nodes, strict=True)
         for row, (step, layout, counts) in enumerate(rows):
-            key = (step.hidden, step.heads, step.sequence, counts)
+            key = (step.hidden, step.heads, step.sequence, step.tp, counts)
             if key not in priced:
                 priced[key] = EvenSteps(_prices(step, self.setting, fitted, counts))
             found[row] = priced[key].seconds(layout, step.layers)
@@ -112,13 +115,14 @@ def nodes_used(devices: int, cluster: Cluster) -> tuple[int, ...]:
 
 
 def _prices(step: MeasuredStep, setting: Setting, fitted: Fitted, counts: tuple[int, ...]) -> ClusterPrices:
+    pads = setting.pads_vocabulary
     shape = TransformerShape(
         name="measured",
         layers=step.layers,
         hidden=step.hidden,
         heads=step.heads,
         sequence=step.sequence,
-        vocabulary=setting.vocabulary,
+        vocabulary=setting.vocabulary if pads else setting.vocabulary // step.tp * step.tp,
         positions=step.sequence,
     )
     # Measured steps are those of Megatron-LM's kind of program.
@@ -127,7 +131,7 @@ def _prices(step: MeasuredStep, setting: Setting, fitted: Fitted, counts: tuple[
         global_batch=step.global_batch,
         flash=setting.flash,
         split_sends=True,
-        vocabulary_multiple=128,
+        vocabulary_multiple=128 if pads else 1,
     )
     return ClusterPrices(fitted.cluster.part(counts), workload, fitted.rates)
 

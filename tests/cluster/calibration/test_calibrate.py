@@ -187,6 +187,18 @@ def test_even_steps_cost_what_the_planner_says() -> None:
         assert EvenSteps(prices).seconds(layout) == pytest.approx(seconds)
 
 
+def test_vocabularies_that_are_not_padded_are_divided_as_they_are() -> None:
+    step, found = MeasuredStep(2, 8, 4, 512, 8, 2, 512, 2, 1, 1, 1.0), fitted(TRUE, INSIDE)
+
+    def seconds(vocabulary: int, tp: int = 2, *, pads: bool = False) -> float:
+        setting = replace(SETTING, vocabulary=vocabulary, pads_vocabulary=pads)
+        return StepModel([replace(step, devices=tp, tp=tp)], setting).seconds(found)[0]
+
+    # Of two ranks each has 25,128 of 50,257, which allows the widest loads; one rank has them all.
+    assert seconds(50257) == seconds(50256) < seconds(50257, pads=True)
+    assert seconds(50257, 1) > seconds(50257, 1, pads=True)
+
+
 def test_recomputation_is_assumed_where_a_step_could_not_have_run() -> None:
     assert assumed_recompute(grid(), SETTING) is RecomputeLayers.NONE
     large = MeasuredStep(512, 1536, 6, 12288, 96, 96, 2048, 8, 4, 16, 60.0)
