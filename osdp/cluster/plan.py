@@ -110,10 +110,10 @@ class Workload:
         gathers_each_microbatch: Whether weights that stay gathered from a forward to its backward (ZeRO 2)
             are sharded again after it, and gathered for every microbatch.
         vocabulary_multiple: The vocabulary is padded to a multiple of this on each tensor-parallel rank.
-        reserve: Bytes of each device that its context takes. A guess: kernels alone took 1.3 GB on a V100 and
-            1.6 on an A100 where all were loaded (BigScience, chronicles of its 176B model, 2022), and take
-            less since CUDA 11.7 loads them when first called. Measure yours as what ``nvidia-smi`` shows
-            beyond ``torch.cuda.memory_reserved()`` on a single GPU.
+        reserve: Bytes of each device that its context takes: about 612 MiB (unslothai/unsloth pull request
+            9362, 2026-08). Where CUDA before 11.7 loaded all kernels at once, these alone took 1.3 GB on a
+            V100 and 1.6 on an A100 (BigScience, chronicles of its 176B model, 2022). Measure yours as what
+            ``nvidia-smi`` shows beyond ``torch.cuda.memory_reserved()`` on a single GPU.
         communicator_bytes: Bytes of each device for every axis with several ranks, whose collectives have
             buffers of their own: 688 MiB for a group of more than two A100, 544 for two (NVIDIA/nccl issue
             964, 2023-08-16); about 0.65 GiB on MI250X (Lumi-supercomputer/LUMI-AI-Guide issue 111, 2026-08).
@@ -151,7 +151,7 @@ class Workload:
     reduces_in_stages: bool = True
     gathers_each_microbatch: bool = False
     vocabulary_multiple: int = 1
-    reserve: int = 2**30
+    reserve: int = 640 * 2**20
     communicator_bytes: int = 688 * 2**20
     fragmentation: float = 0.15
     stored_fragmentation: float = 0.0
