@@ -8,7 +8,8 @@ shown and written.
 - Errors of time are relative and absolute; the seconds are told, or follow from tokens per second, TFLOP/s
   or MFU.
 - ``feasible_called_infeasible``: ran, and the planner's memory is more than the device has.
-  ``infeasible_called_feasible``: ran out of memory, and the planner says that it fits.
+  ``infeasible_called_feasible``: ran out of memory, and the planner says that it fits;
+  ``infeasible_called_certain``: and that it does even at the end of the interval of its peak.
 - ``published_over_ours``: predicted seconds of the published layout over those of the best layout that the
   planner finds on the same machines, of those that the row's framework could run at its time
   (:mod:`benchmarks.support.published.spaces`). ``published_over_any``: the same over all layouts with one
@@ -203,6 +204,7 @@ def half_row(name: str, half: list[Predicted]) -> Row:
         "interval_coverage": sum(within) / len(within) if within else None,
         "feasible_called_infeasible": _called_infeasible(half),
         "infeasible_called_feasible": _called_feasible(half),
+        "infeasible_called_certain": _called_certain(half),
     }
 
 
@@ -212,6 +214,10 @@ def _called_infeasible(rows: list[Predicted]) -> int:
 
 def _called_feasible(rows: list[Predicted]) -> int:
     return sum(not each.ran and each.plan.fits for each in rows)
+
+
+def _called_certain(rows: list[Predicted]) -> int:
+    return sum(not each.ran and each.plan.fits and not each.plan.may_not_fit for each in rows)
 
 
 def summary_of(found: list[Predicted], held: list[Predicted]) -> dict[str, float | int | None]:
@@ -226,6 +232,7 @@ def summary_of(found: list[Predicted], held: list[Predicted]) -> dict[str, float
         "worst_error_set_aside": half["worst_error"],
         "feasible_called_infeasible": _called_infeasible(found),
         "infeasible_called_feasible": _called_feasible(found) if failed >= FEWEST else None,
+        "infeasible_called_certain": _called_certain(found) if failed >= FEWEST else None,
         "published_over_ours_median": median(ratios) if ratios else None,
         "published_over_ours_worst": max(ratios) if ratios else None,
         "published_over_any_median": median(wider) if wider else None,
@@ -238,7 +245,7 @@ def main(arguments: list[str] | None = None) -> int:
     result = measure(harness.parse_options("published_layouts", __doc__, arguments))
     halves = [row for row in result.rows if "median_error" in row]
     keys = ["steps", "median_error", "median_bias", "worst_error", "interval_coverage", "median_memory_ratio"]
-    keys += ["feasible_called_infeasible", "infeasible_called_feasible"]
+    keys += ["feasible_called_infeasible", "infeasible_called_feasible", "infeasible_called_certain"]
     harness.table(
         "published trainings", ["half", *keys], [[r["name"], *(r[k] for k in keys)] for r in halves]
     )
