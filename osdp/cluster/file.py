@@ -15,8 +15,9 @@
         network_latency: 1.4e-5   # optional: the same between nodes
         price: {per_hour: 10.5, date: 2026-01-31, source: our contract}   # optional: to plan by cost
     gpus:                    # optional: kinds that are not in the data file, or that replace one there
-      # optional: best_tflops, that of its best measured matrix product, and attention_share, the part of
-      # tflops that FlashAttention reaches, and link_share, the part of link that large all-reduces reach
+      # optional: best_tflops, that of its best measured matrix product, attention_share and
+      # cudnn_attention_share, the parts of tflops that FlashAttention and cuDNN's attention reach, and
+      # link_share, the part of link that large all-reduces reach
       Mine: {tflops: 100, memory: 24 GiB, memory_bandwidth: 600 GB/s, link: 32 GB/s}
 """
 
@@ -81,6 +82,7 @@ _GPU_FIELDS = (
     "tflops",
     "best_tflops",
     "attention_share",
+    "cudnn_attention_share",
     "memory",
     "memory_bandwidth",
     "multiprocessors",
@@ -299,6 +301,9 @@ def _gpu(name: str, spec: _Place) -> Gpu:
         best_share=best,
         attention_share=spec.at("attention_share").share() if "attention_share" in fields else attention,
         bfloat16=spec.at("bfloat16").flag() if "bfloat16" in fields else True,
+        cudnn_attention_share=spec.at("cudnn_attention_share").share()
+        if "cudnn_attention_share" in fields
+        else None,
     )
 
 

@@ -32,9 +32,10 @@ class Gpu:
         source: Source of the numbers.
         best_share: Share of the specified FLOP/s that its best matrix product was measured at; by default
             :data:`BEST_SHARE`, that of an A100.
-        attention_share: The same of FlashAttention; by default :data:`ATTENTION_SHARE`. Cluster files and
+        attention_share: The same of FlashAttention-2; by default :data:`ATTENTION_SHARE`. Cluster files and
             the data file lower it with ``best_share``.
         bfloat16: Whether its matrix units compute in bfloat16; those before NVIDIA's Ampere do not.
+        cudnn_attention_share: The same of cuDNN's attention, where that is faster; ``None`` where it is not.
     """
 
     name: str
@@ -46,10 +47,13 @@ class Gpu:
     best_share: float = BEST_SHARE
     attention_share: float = ATTENTION_SHARE
     bfloat16: bool = True
+    cudnn_attention_share: float | None = None
 
     def __post_init__(self) -> None:
         positive = ("flops", "memory", "memory_bandwidth", "best_share", "attention_share")
         wrong = [name for name in positive if getattr(self, name) <= 0]
+        cudnn = self.cudnn_attention_share
+        wrong += [] if cudnn is None or cudnn > 0 else ["cudnn_attention_share"]
         if wrong:
             raise ValueError(f"GPU {self.name!r} needs a positive {', '.join(wrong)}, got {self}")
 

@@ -109,6 +109,7 @@ class Workload:
             for a step.
         gathers_each_microbatch: Whether weights that stay gathered from a forward to its backward (ZeRO 2)
             are sharded again after it, and gathered for every microbatch.
+        cudnn_attention: Whether FlashAttention is cuDNN's, on GPUs where that is faster.
         vocabulary_multiple: The vocabulary is padded to a multiple of this on each tensor-parallel rank.
         reserve: Bytes of each device that its context takes: about 612 MiB (unslothai/unsloth pull request
             9362, 2026-08). Where CUDA before 11.7 loaded all kernels at once, these alone took 1.3 GB on a
@@ -150,6 +151,7 @@ class Workload:
     gathered_bytes: int = 0
     reduces_in_stages: bool = True
     gathers_each_microbatch: bool = False
+    cudnn_attention: bool = False
     vocabulary_multiple: int = 1
     reserve: int = 640 * 2**20
     communicator_bytes: int = 688 * 2**20

@@ -17,7 +17,9 @@ itself with ZeRO 3 alone (``overlap_comm`` in ``deepspeed/runtime/zero/config.py
 of its pipeline over tensor-parallel ranks (``deepspeed/runtime/pipe/engine.py``, pipe_partitioned).
 Megatron-LM pads vocabularies to ``--make-vocab-size-divisible-by`` times the tensor-parallel ranks, 128 by
 default, and overlaps the messages of interleaved stages unless ``--no-overlap-p2p-communication`` is given
-(``megatron/training/arguments.py``, read 2026-11).
+(``megatron/training/arguments.py``, read 2026-11). Its layers are Transformer Engine's, which prefers cuDNN's
+attention to FlashAttention-2 from Hopper on (``get_attention_backend`` in
+``transformer_engine/pytorch/attention/dot_product_attention/utils.py``, 2025).
 """
 
 from dataclasses import dataclass, fields, replace
@@ -56,6 +58,7 @@ class TargetDefaults:
         gathered_bytes: Bytes of gathered weights that are kept, as in a workload.
         reduces_in_stages: Whether pipelines reduce sharded gradients in every microbatch, as in a workload.
         gathers_each_microbatch: Whether weights are gathered for each microbatch, as in a workload.
+        cudnn_attention: Whether it calls cuDNN's attention where that is faster, as in a workload.
         vocabulary_multiple: What vocabularies are padded to, as in a workload.
         stored_fragmentation: Share of weights, gradients and states that is lost, as in a workload.
     """
@@ -75,6 +78,7 @@ class TargetDefaults:
     gathered_bytes: int = 0
     reduces_in_stages: bool = True
     gathers_each_microbatch: bool = False
+    cudnn_attention: bool = False
     vocabulary_multiple: int = 1
     stored_fragmentation: float = 0.0
 
@@ -102,7 +106,14 @@ _DEEPSPEED = TargetDefaults(
 )
 
 _MEGATRON = TargetDefaults(
-    4, 4, 12, send_overlap=HIDDEN, fused_gate=True, update_bytes=0, vocabulary_multiple=128
+    4,
+    4,
+    12,
+    send_overlap=HIDDEN,
+    fused_gate=True,
+    update_bytes=0,
+    cudnn_attention=True,
+    vocabulary_multiple=128,
 )
 
 TARGETS = {

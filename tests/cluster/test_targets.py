@@ -11,6 +11,8 @@ from osdp.cluster.cost.layer_time import layer_seconds
 from osdp.cluster.cost.stage import ClusterPrices
 from osdp.cluster.cost.step import price
 from osdp.cluster.export.frameworks import exports
+from osdp.cluster.file import node_of
+from osdp.cluster.hardware import Cluster, NodeGroup
 from osdp.cluster.plan import ParallelLayout, RecomputeLayers, StageSlot, Workload
 from osdp.cluster.targets import Target, as_trained_by
 from osdp.cluster.transformer import Item
@@ -120,6 +122,19 @@ def test_megatron_hides_messages_of_interleaved_stages_and_pads_vocabularies() -
     # Rows of eight elements allow the widest loads, which 50,257 do not.
     one = ParallelLayout(ParallelDims(1, 4, 1), 4, 2)
     assert seconds(odd, one) < seconds(replace(odd, vocabulary_multiple=1), one)
+
+
+@pytest.mark.parametrize(("gpu", "faster"), [("H100", 0.6 / 0.35), ("A100", 1.0)])
+def test_megatron_calls_the_attention_of_cudnn_where_it_is_faster(gpu: str, faster: float) -> None:
+    load = replace(as_trained_by(workload(), Target.MEGATRON_BF16), flash=True)
+    layout = ParallelLayout(ParallelDims(1, 1, 1), 8, 1, recompute=RecomputeLayers.SELECTIVE)
+
+    def attention(load: Workload) -> float:
+        node = node_of({"gpu": gpu, "count": 1, "devices": 1, "network": "1 Gbit/s"}, "")
+        prices = ClusterPrices(Cluster((NodeGroup(node, 1),)), load)
+        return prices.item_prices(layout, StageSlot((1,), 1))[Item.LAYER].recompute
+
+    assert attention(replace(load, cudnn_attention=False)) / attention(load) == pytest.approx(faster)
 
 
 def test_selective_recomputation_repeats_softmax_and_dropout() -> None:

@@ -56,8 +56,6 @@ USUAL_NETWORKS = {
     "GH200": 800,
 }
 
-_HOPPER, _CUDNN = ("H100", "H200", "GH200"), 0.6
-
 #: Samples of a microbatch that are tried where the source does not tell it.
 _SAMPLES = (1, 2, 4, 8)
 
@@ -241,10 +239,6 @@ def _with_kernel(gpu: Gpu, framework: str) -> Gpu:
         # Its benchmark sets attn_impl to triton, a FlashAttention of the first version, of which the second
         # is twice as fast (Dao, arXiv:2307.08691, abstract).
         return replace(gpu, attention_share=gpu.attention_share / 2)
-    if framework.startswith("NeMo") and gpu.name in _HOPPER:
-        # Transformer Engine calls cuDNN there (NVIDIA-NeMo/NeMo issue 9188), which reaches about 0.6 of what
-        # is specified (Shah et al., arXiv:2407.08608, figure 5).
-        return replace(gpu, attention_share=_CUDNN)
     return gpu
 
 

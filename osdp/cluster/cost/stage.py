@@ -376,7 +376,10 @@ class ClusterPrices:
         parts = SequenceParts(layout.token_slices, layout.cp)
         key = (self._case(item, layout), parts, layout.ep, gpu)
         if key not in self._seconds:
-            modelled = layer_seconds(self.work(item, layout), gpu, self.rates) * self._factor(layout)
+            with_kernel = gpu
+            if self.workload.cudnn_attention and gpu.cudnn_attention_share:
+                with_kernel = replace(gpu, attention_share=gpu.cudnn_attention_share)
+            modelled = layer_seconds(self.work(item, layout), with_kernel, self.rates) * self._factor(layout)
             self._seconds[key] = self._measured_seconds(item, layout, gpu) or modelled
         return self._seconds[key]
 
