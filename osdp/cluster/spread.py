@@ -28,11 +28,11 @@ class Spread:
     """
 
     low: float = 0.90
-    high: float = 1.35
+    high: float = 1.36
     own: float = 0.135
     shared: float = 0.0
-    peak_low: float = 0.92
-    peak_high: float = 1.16
+    peak_low: float = 0.93
+    peak_high: float = 1.17
 
     def __post_init__(self) -> None:
         seconds, peak = 0 < self.low <= 1 <= self.high, 0 < self.peak_low <= 1 <= self.peak_high
