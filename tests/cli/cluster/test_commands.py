@@ -73,7 +73,7 @@ def test_all_layouts_can_be_listed(
     words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     table = tmp_path / "table.csv"
-    full = ["--reserve", "20.8GiB", "--set", "layers=12", "--micro-batch", "8"]
+    full = ["--reserve", "20.3GiB", "--set", "layers=12", "--micro-batch", "8"]
     run("cluster", "plan", *words, "--every", "--csv", str(table), *full)
     capsys.readouterr()
     with table.open(encoding="utf8") as file:
@@ -374,8 +374,8 @@ def test_a_plan_is_written_that_runs_and_how_to_start_it(
         (["--recomputation", "selective"], "use --no-flash, or --recomputation full"),
         (["--token-slices", "3"], "3 token slices do not divide the 128 tokens of a sequence"),
         (["--micro-batch", "3"], "microbatches of 3 do not divide the global batch of 8"),
-        (["--reserve", "22GiB", "--certain"], "without --certain: this is what has to be left"),
-        (["--reserve", "22.48GiB"], "nothing fits the memory limit of 22.49 GiB: .*\n.*embedding"),
+        (["--reserve", "21.5GiB", "--certain"], "without --certain: this is what has to be left"),
+        (["--reserve", "21.98GiB"], "nothing fits the memory limit of 21.99 GiB: .*\n.*embedding"),
     ],
 )
 def test_what_a_user_can_mend_is_one_message(more: list[str], message: str, words: list[str]) -> None:

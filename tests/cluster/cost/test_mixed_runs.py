@@ -121,7 +121,7 @@ def test_what_is_decided_by_item_can_be_one_of_two_things() -> None:
 
 
 def test_the_search_finds_it_and_its_plan_tells_how_each_stage_lives(tmp_path: Path) -> None:
-    prices = prices_of(1500)
+    prices = prices_of(1100)
     space = LayoutSpace(pp=(2,), dp=(2,), samples=(2,))
     plan = best_layouts(prices, space).plans[0]
     assert plan.layout.by_item and plan.optimal
