@@ -79,12 +79,16 @@ class StepRunner:
     def _has_gradients(self) -> bool:
         """Whether any rank has a gradient that is not zero; those that are zero are dropped."""
         parameters = [p for p in self._running.stored_parameters() if p.grad is not None]
-        if not parameters:
+        stages = self._stage_group
+        alone = stages is None or stages.size() == 1
+        if not parameters and alone:
             return False
         gradients = (p.grad for p in parameters if p.grad is not None)
         local = (grad.to_local() if isinstance(grad, DTensor) else grad for grad in gradients)
         found = torch.tensor(float(any(bool(grad.any()) for grad in local)), device=self._device)
-        for group in (self._data_group, self._stage_group, self._tensor_group):
+        # Ranks of one stage have gradients of the same parameters; another one may be frozen and have none.
+        groups = (self._data_group, self._tensor_group) if parameters else ()
+        for group in (*groups, None if alone else stages):
             if group is not None:
                 dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
         if found:
@@ -222,8 +226,9 @@ class StepRunner:
 def joined(outputs: Sequence[Any], samples: Sequence[int]) -> Any:
     """The outputs of all microbatches, joined to those of the batch.
 
-    Tensors are concatenated along dim 0, scalars are averaged over the samples; values that cannot be joined,
-    such as a cache, become ``None``.
+    Tensors with as many rows for each sample are concatenated along dim 0, scalars are averaged over the
+    samples. Of other values those that are equal in all microbatches stay, the rest, such as a cache or the
+    loads of experts, become ``None``.
     """
     if len(outputs) < 2:
         return outputs[0] if outputs else None
@@ -238,10 +243,13 @@ def _join(leaves: Sequence[Any], samples: Sequence[int]) -> Any:
         plain = isinstance(first, (str, int, float, bool))
         return first if plain and all(leaf == first for leaf in leaves) else None
     if first.dim():
-        whole = all(len(leaf) == count for leaf, count in zip(leaves, samples, strict=True))
-        return torch.cat(list(leaves)) if whole else first
+        # Rows of samples, or several rows of each.
+        rows = {len(leaf) / count for leaf, count in zip(leaves, samples, strict=True)}
+        if len(rows) == 1 and len(first) % samples[0] == 0 and len(first):
+            return torch.cat(list(leaves))
+        return first if all(torch.equal(leaf, first) for leaf in leaves) else None
     if not first.is_floating_point():
-        return first
+        return first if all(torch.equal(leaf, first) for leaf in leaves) else None
     return sum(leaf * count for leaf, count in zip(leaves, samples, strict=True)) / sum(samples)
 
 

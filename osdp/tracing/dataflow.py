@@ -103,7 +103,7 @@ def _by_batch(one: Affine, two: Affine, local_batch: int) -> Affine:
 
 def _run(twin: nn.Module, batch: SampleBatch, modules: Sequence[str], draws: SingleDraws) -> Dataflow:
     fake = batch.map(lambda t: torch.empty(t.shape, dtype=t.dtype, device="cpu"))
-    recorder = _FlowRecorder(_owners(twin, modules), fake.tensors)
+    recorder = _FlowRecorder(_owners(twin, modules), fake.tensors, list(twin.buffers()))
     handles = [
         handle
         for name in modules
@@ -145,9 +145,15 @@ def _owners(twin: nn.Module, modules: Sequence[str]) -> dict[int, _Parameter]:
 class _FlowRecorder(TorchDispatchMode):
     """Follows the tensors that steps compute, and those computed from them, through all operations."""
 
-    def __init__(self, parameters: Mapping[int, _Parameter], given: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self,
+        parameters: Mapping[int, _Parameter],
+        given: Sequence[torch.Tensor],
+        buffers: Sequence[torch.Tensor],
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._parameters = parameters
+        self._buffers = {storage_key(buffer) for buffer in buffers}
         self._calls: Counter[str] = Counter()
         self._steps: list[ModuleCall] = []
         self._inside = False
@@ -158,6 +164,9 @@ class _FlowRecorder(TorchDispatchMode):
         self._bars: dict[tuple[int, int], CutBarrier] = {}
         #: Steps after which a computed value was written into a tensor that every stage makes for itself.
         self._written: list[int] = []
+        #: Values that lie in each storage, and the last step that wrote to it in place.
+        self._sharing: dict[int, list[int]] = {}
+        self._changed: dict[int, int] = {}
         self._loose: dict[tuple[str, int], None] = {}
         self._first_use: dict[str, int] = {}
         #: Storages of the model's inputs; bytes, by storage, of tensors that every stage makes for itself.
@@ -207,8 +216,8 @@ class _FlowRecorder(TorchDispatchMode):
             uses = [self._use(tensor) for tensor in tensors_in((args, kwargs))]
             learned = any(uses)
             made_here = self._inside or any(use is not None for use in uses)
-            if made_here and not self._inside:
-                self._note_writes(func, args)
+            if made_here:
+                self._note_writes(func, args, learned)
         else:
             made_here = self._inside
         if made_here:
@@ -216,12 +225,22 @@ class _FlowRecorder(TorchDispatchMode):
                 self._make(tensor, learned)
         return output
 
-    def _note_writes(self, func: Any, args: tuple[Any, ...]) -> None:
-        """Record in-place writes of a value into a tensor that is none."""
+    def _note_writes(self, func: Any, args: tuple[Any, ...], learned: bool) -> None:
+        """Record in-place writes: of a value into a tensor that is none, or into one seen through others."""
+        here = len(self._steps) - 1
         for argument, tensor in zip(func._schema.arguments, args, strict=False):
-            writes = argument.alias_info is not None and argument.alias_info.is_write
-            if writes and id(tensor) not in self._numbers:
-                self._written.append(len(self._steps) - 1)
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            for written in tensors_in(tensor):
+                key = storage_key(written)
+                if key not in self._sharing and key not in self._given:
+                    if id(written) not in self._parameters and key not in self._buffers:
+                        self._written.append(here)
+                    continue
+                self._changed[key] = here
+                if learned:
+                    for number in self._sharing.get(key, ()):
+                        self._values[number] = replace(self._values[number], differentiable=True)
 
     def _use(self, tensor: torch.Tensor) -> bool | None:
         """Record that ``tensor`` is read.
@@ -236,8 +255,16 @@ class _FlowRecorder(TorchDispatchMode):
             return True
         number = self._numbers.get(id(tensor))
         if number is None:
+            if storage_key(tensor) in self._given:  # each stage has the inputs as they were
+                changed = self._changed.get(storage_key(tensor), here)
+                self._add_barrier(changed, here, "an input is changed in place")
             return None
         made = self._values[number].step
+        self._add_barrier(
+            made,
+            self._changed.get(storage_key(tensor), made),
+            "a tensor computed earlier is changed in place",
+        )
         arrived = self._inside and any(arrival.value == number for arrival in self._steps[-1].arrivals)
         if made < here and not arrived:
             user = self._steps[here].module if self._inside else "the code around the modules"
@@ -266,8 +293,9 @@ class _FlowRecorder(TorchDispatchMode):
     def _make(self, tensor: torch.Tensor, learned: bool) -> None:
         self._numbers[id(tensor)] = len(self._values)
         self._kept.append(tensor)
+        self._sharing.setdefault(storage_key(tensor), []).append(len(self._values))
         numel = Affine(float(tensor.numel()), 0.0)
-        learned = learned and tensor.is_floating_point()
+        learned = learned and (tensor.is_floating_point() or tensor.is_complex())
         self._values.append(Value(len(self._steps) - 1, dtype_name(tensor.dtype), numel, learned))
 
     def flow(self, modules: Sequence[str]) -> Dataflow:

@@ -185,6 +185,10 @@ class Pipeline:
         """Shape and dtype of each kind of message so far."""
         return self.mail.specs
 
+    @property
+    def _training(self) -> bool:
+        return next(iter(self.stages.values())).stage.model.training
+
     def _run(self, step: StageStep, *, keep: bool = False) -> None:
         order = step.schedule.orders[self.rank]
         perform: dict[ActionKind, Callable[[StageStep, Action], None]] = {
@@ -209,11 +213,12 @@ class Pipeline:
     # Messages
 
     def _address(self, step: StageStep, transfer: Transfer, microbatch: int, *, back: bool) -> MessageKey:
-        # Autocast is part of the kind: it changes the dtype of values for the same inputs.
+        # Autocast is part of the kind, as it changes the dtype of values for the same inputs, and so is the
+        # mode, which may change their shapes.
         number = self._number[transfer]
         place = self._device.type
         autocast = torch.get_autocast_dtype(place) if torch.is_autocast_enabled(place) else None
-        kind = (number, back, step.microbatches[microbatch].signature, autocast)
+        kind = (number, back, step.microbatches[microbatch].signature, autocast, self._training)
         channel = (transfer.target, transfer.source) if back else (transfer.source, transfer.target)
         return MessageKey(2 * (microbatch * self.num_transfers + number) + back, kind, channel)
 
@@ -247,6 +252,12 @@ class Pipeline:
         prefix = step.prefix(action)
         keys, output = prefix.forward(run, microbatch.tokens) if prefix else (None, run({}))
         for transfer, tensor in zip(stage.outgoing, output.sent, strict=True):
+            if step.trains and tensor.requires_grad and not transfer.differentiable:
+                raise RuntimeError(
+                    f"stage {action.stage} sends the input of {transfer.taken.module!r}, into which no "
+                    "gradient flowed with the sample batch, so that none comes back: plan again with a batch "
+                    "like this one"
+                )
             address = self._address(step, transfer, action.microbatch, back=False)
             self.mail.send(tensor, placement[transfer.target], address)
         return _InFlight(received, output.sent, keys), output.result

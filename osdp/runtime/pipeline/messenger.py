@@ -13,7 +13,10 @@ import torch.distributed as dist
 
 from osdp.runtime.pipeline.channels import Channel
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.bool)
+_DTYPES = (
+    torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.bool,
+    torch.int16, torch.int8, torch.uint8, torch.complex64, torch.complex128,
+)  # fmt: skip
 _MAX_DIMS = 8
 
 
@@ -171,6 +174,8 @@ class Messenger:
 def _header(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     if tensor.dim() > _MAX_DIMS:
         raise ValueError(f"stages exchange tensors of at most {_MAX_DIMS} dimensions, got {tensor.dim()}")
+    if tensor.dtype not in _DTYPES:
+        raise ValueError(f"stages cannot exchange tensors of {tensor.dtype}")
     shape = [*tensor.shape, *[0] * (_MAX_DIMS - tensor.dim())]
     return torch.tensor([tensor.dim(), _DTYPES.index(tensor.dtype), *shape], device=device)
 

@@ -59,11 +59,12 @@ class ShapeTwin:
                 memo[id(parameter)] = nn.Parameter(like, requires_grad=False)
             self._module = copy.deepcopy(module, memo)
 
-    def outputs(self, args: Any, kwargs: Any) -> Any:
-        """The module's output for inputs of these shapes, with placeholders for tensors."""
+    def outputs(self, args: Any, kwargs: Any, *, training: bool = True) -> Any:
+        """The module's output for inputs of these shapes in a mode, with placeholders for tensors."""
         leaves, spec = tree_flatten((args, kwargs))
-        key = (spec, tuple(_kind(leaf) for leaf in leaves))
+        key = (training, spec, tuple(_kind(leaf) for leaf in leaves))
         if key not in self._templates:
+            self._module.train(training)
             self._templates[key] = self._run(leaves, spec)
         template = self._templates[key]
         device = next((leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)), torch.device("cpu"))

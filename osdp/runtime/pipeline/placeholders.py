@@ -18,7 +18,13 @@ _FACTORIES = frozenset(
 
 
 class Placeholder(torch.Tensor):
-    """A tensor without storage; created by :func:`placeholder_like`."""
+    """A tensor without storage; created by :func:`placeholder_like`.
+
+    Attributes:
+        received: The tensor that a module of this stage was given in place of it.
+    """
+
+    received: torch.Tensor | None = None
 
     @staticmethod
     def __new__(cls, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> "Placeholder":

@@ -35,7 +35,7 @@ class _Root(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, output: torch.Tensor, held: list[torch.Tensor]) -> torch.Tensor:
         ctx.held = held
-        return output.new_zeros(())
+        return output.new_zeros((), dtype=torch.float32)
 
     @staticmethod
     def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor, None]:

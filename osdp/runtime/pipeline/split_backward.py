@@ -12,8 +12,8 @@ torch's own zero-bubble schedules do the same
 (``torch.distributed.pipelining._backward``), but lose outputs that depend on no input, such as a bias that a
 later stage adds to its attention, and count a weight twice that joins in several places.
 
-Gradients of weights are accumulated into ``grad`` directly, so hooks that wait for them do not run: only for
-stages that reduce nothing.
+Gradients of weights are accumulated into ``grad`` directly, so only a parameter's own hooks run: for stages
+that reduce nothing.
 """
 
 from collections import defaultdict
@@ -63,11 +63,13 @@ class WeightPass:
             tensors, gradients = zip(*self.roots, strict=True)
             # The graphs of these outputs may contain joins too, so they must survive for the groups.
             torch.autograd.backward(tensors, gradients, retain_graph=bool(self.groups))
+        # Memory that is others' already: of gradients that were recorded, and of those given to weights.
+        held = {_memory(g) for found in self.recorded.values() for g in found if g is not None}
         for group in self.groups:
-            self._accumulate(group)
+            self._accumulate(group, held)
         self.groups, self.recorded, self.roots = [], {}, []
 
-    def _accumulate(self, group: _Group) -> None:
+    def _accumulate(self, group: _Group, held: set[int]) -> None:
         edges = [
             (GradientEdge(node, index), gradient)
             for node in group.joins
@@ -93,8 +95,23 @@ class WeightPass:
                 handle.remove()
         with torch.no_grad():
             for weight, gradient in zip(group.weights, found, strict=True):
-                if gradient is not None:
-                    weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)
+                if gradient is None:
+                    continue
+                # An addition hands the same gradient to all its terms; others are added to each in place.
+                shared = _memory(gradient) in held or not gradient.is_contiguous()
+                if weight.grad is not None:
+                    weight.grad.add_(gradient)
+                else:
+                    weight.grad = (
+                        gradient.clone(memory_format=torch.contiguous_format) if shared else gradient
+                    )
+                    held.add(_memory(weight.grad))
+                for hook in (weight._post_accumulate_grad_hooks or {}).values():
+                    hook(weight)
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def _clamped(recorded: _Gradients, _: _Gradients) -> _Gradients:

@@ -13,20 +13,28 @@ Containers are copied, so that a rank can have several stages; the modules of a 
 """
 
 import copy
+import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils.checkpoint import CheckpointFunction
 
 from osdp.model.dataflow import ArgumentSlot, Transfer
 from osdp.runtime.pipeline.output_shapes import ShapeTwin
 from osdp.runtime.pipeline.placeholders import Placeholder, placeholder_like
 from osdp.runtime.stages import StageOutput
 from osdp.torch_private.autograd import in_backward
+from osdp.torch_private.modules import HOOK_REGISTRIES
+
+#: What containers and their copies do not share: registries, and what stages put in place of it.
+_OF_COPIES = frozenset(vars(nn.Module())) | {"forward"}
+_MISSING = object()
 
 #: Returns the placeholder for a parameter of another stage.
 MakePlaceholder = Callable[[torch.Tensor], torch.Tensor]
@@ -48,6 +56,7 @@ class StageModule:
         index: int,
         model: nn.Module,
         transfers: Sequence[Transfer],
+        copied: Sequence[tuple[nn.Module, nn.Module]] = (),
         *,
         is_last: bool,
     ) -> None:
@@ -64,6 +73,13 @@ class StageModule:
         self._calls: Counter[str] = Counter()
         self._received: Sequence[torch.Tensor] = ()
         self._taken: dict[ArgumentSlot, torch.Tensor] = {}
+        #: Containers of the model with this stage's copies of them, and what the former's attributes were
+        #: last; the latter's before a forward; ids of the former's hooks.
+        self._copied = tuple((own, container, dict(vars(own))) for own, container in copied)
+        self._before: list[dict[str, Any]] = []
+        self._users: set[int] = {
+            key for own, _ in copied for registry in HOOK_REGISTRIES for key in getattr(own, registry)
+        }
         self._forward = model.forward
         model.forward = self._run
 
@@ -71,14 +87,24 @@ class StageModule:
         self, received: Sequence[torch.Tensor], args: Sequence[Any], kwargs: dict[str, Any]
     ) -> StageOutput:
         """Run the stage; see :class:`osdp.runtime.stages.Stage`."""
-        sent, result = self.model(*args, stage_inputs=tuple(received), **kwargs)
+        # Before the call, which looks for hooks first.
+        self._take_over()
+        try:
+            sent, result = self.model(*args, stage_inputs=tuple(received), **kwargs)
+        finally:
+            self._hand_back()
         return StageOutput(sent, result)
 
     def _run(
         self, *args: Any, stage_inputs: tuple[torch.Tensor, ...] = (), **kwargs: Any
     ) -> tuple[tuple[torch.Tensor, ...], Any]:
         self._calls.clear()
-        self._received, self._taken = stage_inputs, {}
+        # Modules may write into what they are given, which torch allows for no leaf.
+        self._received = tuple(
+            _Received.apply(tensor) if tensor.requires_grad else tensor  # type: ignore[no-untyped-call]
+            for tensor in stage_inputs
+        )
+        self._taken = {}
         try:
             result = self._forward(*args, **kwargs)
             missing = [t.taken.module for t in self.outgoing if t.taken not in self._taken]
@@ -92,19 +118,44 @@ class StageModule:
         finally:
             self._received, self._taken = (), {}
 
+    def _take_over(self) -> None:
+        """Let the copied containers have the attributes and hooks that the model's own have by now."""
+        for own, container, seen in self._copied:
+            _copy_changes(own, container, seen)
+            seen.update(vars(own))
+            for registry in HOOK_REGISTRIES:
+                hooks, users = getattr(container, registry), getattr(own, registry)
+                for key in [key for key in hooks if key in self._users and key not in users]:
+                    del hooks[key]
+                self._users |= users.keys()
+                hooks.update({key: hook for key, hook in users.items() if key not in hooks})
+        self._before = [dict(vars(container)) for _, container, _ in self._copied]
+
+    def _hand_back(self) -> None:
+        """The model's own containers get what a forward has set on the copies."""
+        for (own, container, _), before in zip(self._copied, self._before, strict=True):
+            _copy_changes(container, own, before)
+        self._before = []
+
     def enter(
         self, name: str, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Forward pre-hook of a module of this stage: replace placeholder arguments by received tensors."""
-        if in_backward():
-            return None  # recomputation has the arguments already
-        call = self._call(name)
         leaves, spec = tree_flatten((args, kwargs))
         changed = False
-        for at, leaf in enumerate(leaves):
-            number = self._needed.get(ArgumentSlot(name, call, at))
-            if number is not None and isinstance(leaf, Placeholder):
-                leaves[at], changed = self._received[number], True
+        if in_backward():
+            # The plan's recomputation has the arguments already, a user's has what the container passed.
+            for at, leaf in enumerate(leaves):
+                if isinstance(leaf, Placeholder) and leaf.received is not None:
+                    leaves[at], changed = leaf.received, True
+        else:
+            call = self._call(name)
+            for at, leaf in enumerate(leaves):
+                number = self._needed.get(ArgumentSlot(name, call, at))
+                if number is not None and isinstance(leaf, Placeholder):
+                    leaves[at] = leaf.received = self._received[number]
+                    changed = True
+                    _check_is_recorded(name, leaves[at])
         if not changed:
             return None
         args, kwargs = tree_unflatten(leaves, spec)
@@ -118,7 +169,7 @@ class StageModule:
             place = ArgumentSlot(name, call, at)
             if place in self._wanted and not isinstance(leaf, Placeholder):
                 self._taken[place] = leaf
-        return twin.outputs(args, kwargs)
+        return twin.outputs(args, kwargs, training=self.model.get_submodule(name).training)
 
     def _call(self, name: str) -> int:
         call = self._calls[name]
@@ -161,8 +212,9 @@ def build_stage(
     """
     movable = {*kept, *twins}
     make = partial(placeholder_like, device=device, dtype=dtype)
-    tree = _copy_containers(model, "", movable, frozenset(kept), frozenset(loose), make)
-    stage = StageModule(index, tree, transfers, is_last=is_last)
+    copied: list[tuple[nn.Module, nn.Module]] = []
+    tree = _copy_containers(model, "", movable, frozenset(kept), frozenset(loose), make, copied)
+    stage = StageModule(index, tree, transfers, copied, is_last=is_last)
     for name, twin in twins.items():
         if name not in kept:
             tree.get_submodule(name).forward = partial(stage.skip, name, twin)
@@ -212,6 +264,7 @@ def _copy_containers(
     kept: Collection[str],
     loose: Collection[str],
     make: MakePlaceholder,
+    copied: list[tuple[nn.Module, nn.Module]],
 ) -> nn.Module:
     """A copy of a container with registries of its own; descendants in ``kept`` are shared, not copied."""
     if name in kept:
@@ -219,6 +272,7 @@ def _copy_containers(
     if name in movable:
         return _emptied(module, make)
     twin = _shallow(module)
+    copied.append((module, twin))
     for key, parameter in module._parameters.items():
         path = f"{name}.{key}".lstrip(".")
         if parameter is not None and path not in loose:
@@ -226,8 +280,43 @@ def _copy_containers(
     for key, child in module._modules.items():
         if child is not None:
             path = f"{name}.{key}".lstrip(".")
-            twin._modules[key] = _copy_containers(child, path, movable, kept, loose, make)
+            twin._modules[key] = _copy_containers(child, path, movable, kept, loose, make, copied)
     return twin
+
+
+def _copy_changes(source: nn.Module, target: nn.Module, before: Mapping[str, Any]) -> None:
+    """Give ``target`` the plain attributes of ``source`` that are others than ``before``."""
+    for key, value in vars(source).items():
+        if key not in _OF_COPIES and before.get(key, _MISSING) is not value:
+            target.__dict__[key] = value
+
+
+class _Received(torch.autograd.Function):
+    """A received tensor that is no leaf, and no view of one."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        del ctx
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        del ctx
+        return gradient
+
+
+def _check_is_recorded(name: str, received: torch.Tensor) -> None:
+    """Refuse a reentrant checkpoint, whose backward begins at arguments that require no gradient."""
+    if not received.requires_grad or torch.is_grad_enabled():
+        return
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code is CheckpointFunction.forward.__code__:
+            raise RuntimeError(
+                f"{name!r} is in a reentrant checkpoint, which passes on no gradient of what another stage "
+                "has computed: call torch.utils.checkpoint.checkpoint with use_reentrant=False"
+            )
+        frame = frame.f_back
 
 
 def _shallow(module: nn.Module) -> nn.Module:

@@ -26,7 +26,12 @@ def product(x: torch.Tensor, weights: list[torch.Tensor]) -> torch.Tensor:
     return (x @ (weights[0] * weights[1])) @ weights[2] + x @ weights[2]
 
 
-@pytest.mark.parametrize("function", [chain, shared, product])
+def added(x: torch.Tensor, weights: list[torch.Tensor]) -> torch.Tensor:
+    """Weights whose sum is used: an addition has one gradient for both terms."""
+    return x @ (weights[0] + weights[1]) + weights[2].sum()
+
+
+@pytest.mark.parametrize("function", [chain, shared, product, added])
 @pytest.mark.parametrize("beside", [False, True])
 def test_both_parts_give_what_one_backward_gives(function, beside: bool) -> None:  # type: ignore[no-untyped-def]
     torch.manual_seed(0)
@@ -50,6 +55,21 @@ def test_both_parts_give_what_one_backward_gives(function, beside: bool) -> None
     rest.run()
     for weight, want in zip(weights, wanted, strict=True):
         assert torch.allclose(weight.grad, want)
+    # Another microbatch is added in place: to each gradient once.
+    _, rest = backward_inputs(list(zip(outputs(y), upstream, strict=True)), [y], weights)
+    rest.run()
+    for weight, want in zip(weights, wanted, strict=True):
+        assert torch.allclose(weight.grad, 2 * want)
+
+
+def test_hooks_of_parameters_run_when_their_gradients_are_there() -> None:
+    weight, seen = nn.Parameter(torch.ones(2)), []
+    weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
+    x = torch.ones(2, requires_grad=True)
+    _, rest = backward_inputs([((weight * x).sum(), None)], [x], [weight])
+    assert not seen
+    rest.run()
+    assert len(seen) == 1 and torch.equal(seen[0], torch.ones(2))
 
 
 def test_without_inputs_the_second_part_is_the_whole_backward() -> None:
