@@ -67,6 +67,8 @@ class StepRunner:
         plan, parts = self._prepared(inputs, targets, num_microbatches, schedule, num_slices)
         if slicing:
             parts = tuple(part for whole in parts for part in slicing.cut(whole))
+        for copies in self._running.links.tied:
+            copies.agree()
         losses = self._pipeline.train(plan, parts, loss_fn, slicing.empty if slicing else None)
         total, count = losses.join(self._data_group, self._stage_group)
         for copies in self._running.links.tied:

@@ -29,6 +29,7 @@ class TiedCopies:
         group: The ranks that hold copies; ``None`` if this rank holds all.
         source: Global rank of the owner.
         parameters: Returns the copies as the optimizer sees them, each parameter once.
+        trained: Whether they were trained when ranks last agreed; the only item.
     """
 
     names: tuple[str, ...]
@@ -38,6 +39,7 @@ class TiedCopies:
     group: dist.ProcessGroup | None
     source: int
     parameters: Callable[[], Sequence[nn.Parameter]]
+    trained: list[bool]
 
     @property
     def not_owned(self) -> Sequence[nn.Parameter]:
@@ -56,7 +58,7 @@ class TiedCopies:
 
     def add_gradients(self) -> None:
         """Replace the gradient of each copy by the sum over all copies; frozen parameters have none."""
-        if not self.parameters()[0].requires_grad:
+        if not self.trained[0]:
             return
         with torch.no_grad():
             gradients = []
@@ -72,6 +74,18 @@ class TiedCopies:
                 dist.all_reduce(total, group=self.group)
             for gradient in gradients:
                 self._replace(gradient, total)
+
+    def agree(self) -> None:
+        """Freeze or thaw all copies where one was, before a step."""
+        copies, before = self.parameters(), self.trained[0]
+        changed = torch.tensor(float(any(copy.requires_grad != before for copy in copies)))
+        if self.group is not None:
+            changed = changed.to(copies[0].device)
+            dist.all_reduce(changed, dist.ReduceOp.MAX, group=self.group)
+        if changed:
+            self.trained[0] = not before
+            for copy in copies:
+                copy.requires_grad_(not before)
 
     def _exchanged(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor that ranks exchange: the shard if all copies are sharded alike, else the whole."""
@@ -124,7 +138,8 @@ def tied_copies(
             if own is not None or len(names) > 1:
                 get = partial(_all, [parameters[name] for name in names])
                 owned, alike = here == ranks[0], _alike(plan, tie)
-                found.append(TiedCopies(names, tie.names[0], owned, alike, own, members[0], get))
+                trained = [parameters[names[0]]().requires_grad]
+                found.append(TiedCopies(names, tie.names[0], owned, alike, own, members[0], get, trained))
         level()
     return tuple(found)
 

@@ -142,6 +142,19 @@ def check_frozen_tie() -> None:
     model.train_step(batch(SAMPLES), targets(SAMPLES), loss_fn)
     assert all((p.grad is None) == (not p.requires_grad) for p in model.parameters())
 
+    model = wrapped(net(), pp=2, schedule="1f1b")
+    # As in a loop over a tied model's parameters: the head has another name on the rank that has it.
+    for name, parameter in model.named_parameters():
+        if "embed" in name:
+            parameter.requires_grad_(False)
+    for trained in (False, True):
+        model.train_step(batch(SAMPLES), targets(SAMPLES), loss_fn)
+        tied = [p for name, p in model.named_parameters() if name in ("embed.weight", "head.weight")]
+        assert tied and all(p.requires_grad is trained and (p.grad is not None) is trained for p in tied)
+        model.zero_grad()
+        if dist.get_rank() and not trained:
+            tied[0].requires_grad_(True)
+
 
 def check_autocast() -> None:
     """Stages sent bfloat16 where float32 had been agreed on, and received noise."""
