@@ -8,11 +8,12 @@ from typing import IO, Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, _StoragePrefix
 from torch.distributed.checkpoint.planner import ReadItem, SavePlan
-from torch.distributed.checkpoint.state_dict import _init_optim_state
+from torch.distributed.checkpoint.state_dict import _get_fqns, _init_optim_state
 
 
 @contextmanager
@@ -24,6 +25,11 @@ def in_one_process() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or")
         yield
+
+
+def stored_names(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters by their names in a state dict, without those of wrappers."""
+    return {min(_get_fqns(model, name)): parameter for name, parameter in model.named_parameters()}
 
 
 def make_states(optimizer: torch.optim.Optimizer) -> None:

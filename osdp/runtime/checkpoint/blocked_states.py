@@ -21,6 +21,7 @@ from torch.distributed.tensor.placement_types import Placement
 from osdp.comm.shards import join_parts, part_of
 from osdp.torch_private.distributed import all_gather
 from osdp.torch_private.dtensor import blocked_shard, blocks_of_shard, sharded_dim
+from osdp.torch_private.saving import stored_names
 
 
 def in_one_block(by_parameter: dict[str, Any]) -> dict[str, Any]:
@@ -45,7 +46,8 @@ def in_blocks_of(model: nn.Module, by_parameter: dict[str, Any], prefix: str = "
         by_parameter: Values by parameter name; with a ``prefix``, by names ``{prefix}{parameter}.{state}``.
         prefix: The prefix of names.
     """
-    stored = {name: p for name, p in model.named_parameters() if isinstance(p, DTensor) and _layout(p)[1] > 1}
+    named = stored_names(model)
+    stored = {name: p for name, p in named.items() if isinstance(p, DTensor) and _layout(p)[1] > 1}
 
     def relaid(parameter: DTensor, value: DTensor) -> DTensor:
         dim, blocks = _layout(parameter)

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from osdp.comm.objects import has_process_group, is_first
 from osdp.runtime.checkpoint.contents import CheckpointContents
+from osdp.runtime.checkpoint.optimizers import plain_option
 from osdp.runtime.ranks.shared_faults import gather_or_raise, raise_together
 
 logger = logging.getLogger(__name__)
@@ -75,13 +76,13 @@ class KeptState:
         try:
             mine = {
                 "rng": _random_states() if rng else None,
-                "data": None if data is None else data.state_dict(),
+                "data": None if data is None else plain_option(data.state_dict()),
             }
             shared = {
-                "scheduler": None if scheduler is None else scheduler.state_dict(),
+                "scheduler": None if scheduler is None else plain_option(scheduler.state_dict()),
                 "scheduler_class": None if scheduler is None else type(scheduler).__name__,
-                "step": step,
-                "extra": extra,
+                "step": plain_option(step),
+                "extra": plain_option(extra),
                 "layout": layout,
             }
             named = {**mine, **shared}.items()

@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from osdp.comm.objects import has_process_group
+from osdp.comm.objects import gather_objects, has_process_group
 from osdp.torch_private.dtensor import mesh_on_host, sharded_dim, wrap_like
+from osdp.torch_private.saving import stored_names
 
 
 def local_tensors(value: Any) -> Iterator[torch.Tensor]:
@@ -79,6 +80,25 @@ def refuse_meta(model: nn.Module) -> None:
             "parameters of the model are on meta, where nothing can be loaded: "
             "model.to_empty(device=...) first, or wrap it by OSDP(model, ...)"
         )
+
+
+def take_ranks_own(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
+    """Take what differs between ranks out of ``state``: buffers and extra state; every rank calls it.
+
+    Returns:
+        Those of them that this rank writes: all of a module are those of the lowest rank that has it.
+    """
+    stored = stored_names(model).keys()
+    own = [
+        name
+        for name, value in state.items()
+        if name not in stored and type(value) is not nn.Parameter and not isinstance(value, DTensor)
+    ]
+    taken = {name: state.pop(name) for name in own}
+    before: set[str] = set()
+    if has_process_group():
+        before = before.union(*gather_objects(own)[: dist.get_rank()])
+    return _filtered({name: value for name, value in taken.items() if name not in before}, lambda _: True)
 
 
 def digest(state: dict[str, Any]) -> str:

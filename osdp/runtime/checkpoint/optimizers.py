@@ -66,6 +66,8 @@ def plain_option(value: Any) -> Any:
     """``value`` with Python's own numbers for NumPy's, which are not read back."""
     if isinstance(value, np.generic):
         return value.item()
+    if type(value) is dict:
+        return {plain_option(key): plain_option(inner) for key, inner in value.items()}
     if type(value) not in (list, tuple):
         return value
     plain = type(value)(map(plain_option, value))
@@ -139,6 +141,20 @@ class SavedOptimizers:
             if name in self.options
         }
         return {**stays, **read, **options}
+
+    def give_options(self, optimizers: Iterable[Optimizer], names: Mapping[int, str]) -> None:
+        """Give groups what they lack, such as the ``initial_lr`` of a scheduler that is made later."""
+        known = {id for id, name in names.items() if f"{_OPTIONS}{name}.lr" in self.options}
+        by_name: dict[str, Group] = {}
+        for key, value in self.options.items():
+            name, _, option = key.removeprefix(_OPTIONS).rpartition(".")
+            by_name.setdefault(name, {})[option] = value
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                saved = [by_name[names[id(p)]] for p in group["params"] if id(p) in known]
+                for option in saved[0].keys() - group.keys() if saved else ():
+                    if all(option in each and each[option] == saved[0][option] for each in saved):
+                        group[option] = saved[0][option]
 
     def drop_unstepped(self, optimizers: Iterable[Optimizer], names: Mapping[int, str]) -> None:
         """Leave parameters that had not been stepped without states, once all was loaded."""
@@ -235,6 +251,20 @@ def as_they_are(optimizers: Iterable[Optimizer]) -> Iterator[None]:
     finally:
         for parameter in given:
             parameter.grad = None
+
+
+@contextmanager
+def all_trained(optimizers: Iterable[Optimizer]) -> Iterator[None]:
+    """Inside, what optimizers have is not frozen: torch leaves out states of what is, and loses them."""
+    frozen = [p for each in optimizers for p in _parameters(each) if not p.requires_grad]
+    frozen = [p for p in frozen if p.is_floating_point() or p.is_complex()]
+    for parameter in frozen:
+        parameter.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
 
 
 @contextmanager

@@ -34,7 +34,7 @@ from osdp.codec import read_json
 from osdp.comm.objects import broadcast_object, gather_objects, is_first
 from osdp.runtime.checkpoint.blocked_states import in_blocks_of, in_one_block
 from osdp.runtime.checkpoint.folder import describe_failures, interruption_in, sync
-from osdp.runtime.checkpoint.local_tensors import digest, owned_part, refuse_meta
+from osdp.runtime.checkpoint.local_tensors import digest, owned_part, refuse_meta, take_ranks_own
 from osdp.runtime.checkpoint.safetensors_files import (
     INDEX,
     WholeTensor,
@@ -84,10 +84,11 @@ def save_pretrained(model: nn.Module, folder: str | Path) -> None:
         _save_adapters(module, state, path)
         return
     state = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
-    for name in _left_out(module):
+    for name in _left_out(model):
         state.pop(name, None)
     new = path / f"{_NEW}{broadcast_object(secrets.token_hex(6))}"
     mine = {name: WholeTensor(value.dtype, tuple(value.shape)) for name, value in state.items()}
+    of_ranks = take_ranks_own(model, state)
     # Of all ranks, in the order of their stages.
     everyone = gather_objects((mine, digest(state)))
     files = lay_out(
@@ -108,7 +109,7 @@ def save_pretrained(model: nn.Module, folder: str | Path) -> None:
         try:
             # On every rank: a host may remember for a while that there was no such folder.
             new.mkdir(parents=True, exist_ok=True)
-            write_parts(new, files, owned_part(state, digests))
+            write_parts(new, files, owned_part(state, digests) | of_ranks)
         except FileNotFoundError:
             shutil.rmtree(new, ignore_errors=True)  # which nobody else sees
             fault = RuntimeError(
@@ -161,7 +162,7 @@ def load_pretrained(model: nn.Module, folder: str | Path) -> None:
     state = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
     saved = metadata.state_dict_metadata
     # A tied parameter may be there under other names, too.
-    for name in _left_out(_module_of(model)):
+    for name in _left_out(model):
         if name not in saved:
             state.pop(name, None)
     _check(state, saved, path)
@@ -223,12 +224,20 @@ def _module_of(model: nn.Module) -> nn.Module:
     return inner if isinstance(inner, nn.Module) else model
 
 
-def _left_out(module: nn.Module) -> Iterable[str]:
+def _left_out(model: nn.Module) -> Iterable[str]:
     """Names that transformers does not save: other names of tied parameters, and what it can make anew."""
-    tied = getattr(module, "all_tied_weights_keys", None)
+    module, plan = _module_of(model), getattr(model, "plan", None)
+    named = dict(module.named_parameters(remove_duplicate=False))
+    tied: Iterable[str] | None = getattr(module, "all_tied_weights_keys", None)
     if tied is None:
-        named = dict(module.named_parameters())
-        tied = [name for name, _ in module.named_parameters(remove_duplicate=False) if name not in named]
+        first = dict(module.named_parameters())
+        tied = [name for name in named if name not in first]
+    elif plan is not None and plan.pp > 1:
+        copies = {name for tie in plan.ties for name in tie.names}
+        tied = [name for name in tied if name in copies]
+    elif isinstance(tied, Mapping):
+        # What the configuration ties may have been given a parameter of its own since.
+        tied = [n for n, other in tied.items() if n not in named or named[n] is named.get(other, named[n])]
     return [*tied, *(getattr(module, "_keys_to_ignore_on_save", None) or ())]
 
 

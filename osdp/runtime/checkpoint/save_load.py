@@ -45,11 +45,13 @@ from osdp.runtime.checkpoint.local_tensors import (
     map_local,
     owned_part,
     refuse_meta,
+    take_ranks_own,
 )
 from osdp.runtime.checkpoint.match import laid_out_as_saved, require_same, with_own_keys
 from osdp.runtime.checkpoint.optimizers import (
     SavedOptimizers,
     all_initialised,
+    all_trained,
     as_they_are,
     in_groups,
     plain_option,
@@ -65,7 +67,7 @@ from osdp.runtime.ranks.shared_faults import gather_or_raise, raise_together
 from osdp.runtime.stages import StageLinks
 from osdp.text import format_bytes
 from osdp.torch_private.optimizers import is_stepping
-from osdp.torch_private.saving import in_one_process
+from osdp.torch_private.saving import in_one_process, stored_names
 
 logger = logging.getLogger(__name__)
 
@@ -131,7 +133,7 @@ def train_state(model: nn.Module, optimizer: Optimizers) -> State:
 def set_train_state(model: nn.Module, optimizer: Optimizers, state: State) -> None:
     """Load the state dicts of :func:`train_state`, under any plan."""
     _adopted(optimizer)
-    of_optimizer = _for_copies(state["optimizer"], _links(model).owners, dict(model.named_parameters()))
+    of_optimizer = _for_copies(state["optimizer"], _links(model).owners, stored_names(model))
     of_model = in_blocks_of(model, state["model"])
     with without_empty_groups(_each(optimizer)) as stepping:
         if not stepping:
@@ -208,7 +210,10 @@ def save(
     raise_together(url_fault(path) or fault, "nothing was saved")
     folder = step_folder(path, step, keep_last)
     kept = KeptState.of(_layout(model), scheduler, step, rng, data, extra).packed()
-    _write(NewCheckpoint(folder), map_local(_grouped(model, state), in_exact_storage), kept)
+    of_ranks = take_ranks_own(model, state["model"])
+    state = _grouped(model, state)
+    state["model"] = state["model"] | of_ranks
+    _write(NewCheckpoint(folder), map_local(state, in_exact_storage), kept)
     remove_older_steps(path, keep_last)
 
 
@@ -242,7 +247,9 @@ def save_async(
     step, keep_last = options.get("step"), options.get("keep_last")
     state, refused = _stored(model, optimizer)
     digests = gather_or_raise(url_fault(path) or refused, digest(state), "nothing was saved")
+    of_ranks = take_ranks_own(model, state["model"])
     mine = owned_part(_grouped(model, state), digests)
+    mine["model"] |= of_ranks
     folder = step_folder(path, step, keep_last)
     steps = Path(path).absolute()
     parts = {name: list(local_tensors(part)) for name, part in mine.items()}
@@ -366,7 +373,7 @@ def load(
     optimizers = _adopted(optimizer)
     folder = latest_step(path)
     verification = Verification.start(folder)
-    with all_initialised(optimizers):
+    with all_trained(optimizers), all_initialised(optimizers):
         state: State = {}
         fault: Exception | None = None
         try:
@@ -379,7 +386,7 @@ def load(
         kept = KeptState.read(folder, contents)
         kept.check(scheduler, str(folder))
         owners = _links(model).owners
-        names = {id(p): owners.get(name, name) for name, p in model.named_parameters()}
+        names = {id(p): owners.get(name, name) for name, p in stored_names(model).items()}
         saved = SavedOptimizers.read(folder, contents.metadata, optimizers, names, state.get("optimizer", {}))
         device = next((each.device for each in model.parameters()), torch.device("cpu"))
         wanted = {"model": laid_out_as_saved(state["model"], contents.metadata, device)}
@@ -403,6 +410,7 @@ def load(
                 model, optimizers, {"model": of_model, "optimizer": saved.completed(read["optimizer"])}
             )
             saved.drop_unstepped(optimizers, names)
+            saved.give_options(optimizers, names)
         else:
             set_model_state_dict(model, in_blocks_of(model, of_model))
     return kept.restore(_layout(model), scheduler, data)

@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+import transformers
 from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
@@ -199,3 +201,87 @@ def wrapped_before_and_after(folder: str, steps: int) -> None:
 @pytest.mark.parametrize("steps", [0, 2])
 def test_the_same_of_a_wrapped_model(tmp_path: Path, steps: int) -> None:
     run(2, wrapped_before_and_after, str(tmp_path / "run"), steps)
+
+
+@pytest.mark.parametrize("in_a_new_process", [False, True])
+def test_states_of_what_is_frozen_meanwhile_are_read(tmp_path: Path, in_a_new_process: bool) -> None:
+    """torch drops them without a word, or took them for those of another model."""
+    model, optimizer = model_and(adam, 2)
+    checkpoint.save(tmp_path / "run", model, optimizer)
+    want = optimizer.state[model.used.weight]["exp_avg"].clone()
+    if in_a_new_process:
+        model, optimizer = model_and(adam, 0)
+    model.used.requires_grad_(False)
+    checkpoint.load(tmp_path / "run", model, optimizer)
+    assert not model.used.weight.requires_grad
+    assert torch.equal(optimizer.state[model.used.weight]["exp_avg"], want)
+
+
+def test_a_scheduler_that_is_made_after_loading_finds_its_first_rate(tmp_path: Path) -> None:
+    model, optimizer = model_and(adam, 1)
+    # NumPy's numbers were refused by the first save.
+    schedule = LambdaLR(optimizer, lambda step: np.float64(0.5) ** step)
+    for _ in range(2):
+        optimizer.step()
+        schedule.step()
+    checkpoint.save(tmp_path / "run", model, optimizer, scheduler=schedule, step=np.int64(2))
+    other, fresh = model_and(adam, 0)
+    assert checkpoint.load(tmp_path / "run", other, fresh).step == 2
+    again = LambdaLR(fresh, lambda step: 0.5**step, last_epoch=1)
+    assert again.base_lrs == [0.1] and fresh.param_groups[0]["lr"] == schedule.get_last_lr()[0]
+
+
+def test_names_of_wrapped_modules_are_those_of_the_state_dict(tmp_path: Path) -> None:
+    """States of what was not stepped were missed, as their names were others."""
+
+    def compiled() -> tuple[nn.Module, Optimizer]:
+        model, _ = model_and(adam, 0)
+        model.used = torch.compile(model.used, backend="eager")  # type: ignore[assignment]
+        return model, adam(model)
+
+    model, optimizer = compiled()
+    checkpoint.save(tmp_path / "run", model, optimizer)
+    other, fresh = compiled()
+    checkpoint.load(tmp_path / "run", other, fresh)
+    assert not fresh.state
+
+
+class WithStatistics(nn.Module):
+    """Two buffers that belong together, and other ones on every rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        for name in ("mean", "variance", "count"):
+            self.register_buffer(name, torch.full((1 + len(name),), float(dist.get_rank())))
+
+
+def saves_statistics(folder: str) -> None:
+    model = WithStatistics()
+    checkpoint.save(f"{folder}/run", model)
+    checkpoint.save_async(f"{folder}/later", model).wait()
+    checkpoint.save_pretrained(model, f"{folder}/weights")
+    for name in ("run", "later"):
+        other = WithStatistics()
+        checkpoint.load(f"{folder}/{name}", other)
+        assert not any(buffer.any() for buffer in other.buffers())
+    other = WithStatistics()
+    checkpoint.load_pretrained(other, f"{folder}/weights")
+    assert not any(buffer.any() for buffer in other.buffers())
+
+
+def test_statistics_that_differ_between_ranks_are_those_of_one(tmp_path: Path) -> None:
+    """The mean was one rank's, and the variance another's."""
+    run(2, saves_statistics, str(tmp_path))
+
+
+def test_an_output_layer_that_is_tied_no_more_is_saved(tmp_path: Path) -> None:
+    """What the configuration ties was left out, and became the embedding when it was loaded."""
+    config = transformers.GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=11, n_positions=4)
+    model = transformers.GPT2LMHeadModel(config)
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach() + 1)
+    checkpoint.save_pretrained(model, tmp_path / "weights")
+    want = model.lm_head.weight.detach().clone()
+    nn.init.zeros_(model.lm_head.weight)
+    checkpoint.load_pretrained(model, tmp_path / "weights")
+    assert torch.equal(model.lm_head.weight, want)
