@@ -29,8 +29,8 @@ class CriticalMoment(NamedTuple):
     """Critical moment of each pass: operators at which the link determines the time; -1 for none.
 
     ``forward`` is the operator before whose compute the link is critical, ``backward`` the one after whose
-    backward it is. Each may be :data:`HOST` instead. No link determines a backward that reduces nothing:
-    ``silent`` is -1 or :data:`HOST`.
+    backward it is, and ``silent`` the same of a backward that reduces nothing. Each may be :data:`HOST`
+    instead.
     """
 
     forward: int = -1
@@ -52,6 +52,7 @@ class UnitSeconds:
         silent: Device time in a backward that does not.
         link_forward: Link time in forward that overlaps compute.
         link: Link time in a backward that reduces gradients.
+        link_silent: Link time in a backward that does not.
         link_after: The part of ``link`` that remains when the unit's ``backward`` has ended.
         host_forward: Time of the host in forward, on accelerators.
         host_backward: The same in a backward that reduces gradients.
@@ -63,6 +64,7 @@ class UnitSeconds:
     silent: Floats
     link_forward: Floats
     link: Floats
+    link_silent: Floats
     link_after: Floats
     host_forward: Floats
     host_backward: Floats
@@ -106,6 +108,7 @@ def unit_seconds(
         silent=silent,
         link_forward=(1 - held_up) * gather,
         link=regather + reduce,
+        link_silent=regather,
         link_after=np.where(replicated, overlap, 1 - held_up) * reduce,
         host_forward=entered + units.host_gather,
         host_backward=host_silent + np.where(units.sliced, 0.0, units.host_reduce),
@@ -156,8 +159,12 @@ def passes(problem: ShardingProblem, units: UnitCosts, root: RootUnitCost) -> Pa
     forward, cut_forward = slower(
         forward + float(seconds_of.forward.sum()) + outside.forward, on_host.forward, late
     )
-    only = float(timeline.backward_seconds.sum() + seconds_of.silent.sum()) + outside.silent
-    silent, cut_silent = slower(only, on_host.silent, -1)
+    # The same without reductions: what is gathered again is still to come.
+    done = np.cumsum(seconds_of.silent[::-1])[::-1]
+    link_before = np.cumsum(seconds_of.link_silent) - seconds_of.link_silent
+    ends = compute_until(timeline, settings)[units.start] + done + link_before
+    only, gathered = _larger(ends, float(timeline.backward_seconds.sum() + seconds_of.silent.sum()))
+    silent, cut_silent = slower(only + outside.silent, on_host.silent, gathered)
     reducing, cut_backward = slower(backward + outside.reducing, on_host.reducing, worst)
     return Passes(forward, silent, reducing, CriticalMoment(cut_forward, cut_backward, cut_silent))
 
@@ -181,7 +188,6 @@ def _host_passes(timeline: Timeline, seconds_of: UnitSeconds, outside: "_Outside
 def step_time(problem: ShardingProblem, units: UnitCosts, root: RootUnitCost) -> tuple[float, CriticalMoment]:
     """Seconds of forward and backward of all microbatches, and where the link determines them."""
     found, settings = passes(problem, units, root), problem.settings
-    # Backwards that only accumulate wait for no reduction: the link determines none of them.
     m, reductions = settings.microbatches, settings.reductions
     seconds = m * found.forward + reductions * found.reducing + (m - reductions) * found.silent
     return seconds, found.cut
@@ -234,8 +240,12 @@ def time_row(
         backward_constant = float(compute_until(timeline, settings)[cut.backward]) + outside.reducing
     if cut.silent == HOST:
         silent, silent_constant = seconds_of.host_silent, timeline.host_backward + outside.host_silent
-    else:
+    elif cut.silent < 0:
         silent, silent_constant = seconds_of.silent, float(timeline.backward_seconds.sum()) + outside.silent
+    else:
+        before = np.where(units.stop > cut.silent, 0.0, seconds_of.link_silent)
+        silent = np.where(units.start >= cut.silent, seconds_of.silent, before)
+        silent_constant = float(compute_until(timeline, settings)[cut.silent]) + outside.silent
     m, reductions = settings.microbatches, settings.reductions
     row = m * forward + reductions * backward + (m - reductions) * silent + units.step_seconds
     constant = (

@@ -87,8 +87,11 @@ def best_plan(
     """
     on_device = replace(options, offload=False)
     answer = None
-    if device.world_size == 1 and Mode.NO_SHARD in options.allowed:
-        # Nothing is gathered there: shards and their slices differ from whole parameters in name alone.
+    stored = {parameter.dtype for operator in model_desc.operators for parameter in operator.parameters}
+    casts = any(c.training.param_dtype and {c.training.param_dtype} != stored for c in candidates)
+    if device.world_size == 1 and Mode.NO_SHARD in options.allowed and not casts:
+        # Nothing is gathered there: shards and their slices differ from whole parameters in name alone, unless
+        # these have copies in another dtype.
         answer = fastest(model_desc, candidates, device, _whole(on_device), deadline)
     rules = options if answer is None else _whole(options)
     answer = answer or fastest(model_desc, candidates, device, on_device, deadline)
@@ -109,7 +112,12 @@ def best_plan(
         found = improved
     may_be_as_fast = tie_with(problem, found, spread_corners(problem))
     simple = with_shared_buckets(problem, simplest(problem, found, rules, may_be_as_fast), may_be_as_fast)
-    problem, simple = _replicated_if_as_fast(model_desc, problem, simple, rules) or (problem, simple)
+    problem, simple = _replicated_if_as_fast(model_desc, problem, simple, rules, deadline) or (
+        problem,
+        simple,
+    )
+    # Of the plan that is taken, which may be slower.
+    gap = max(gap, 1 - (1 - gap) * found.outcome.seconds / simple.outcome.seconds)
     plan = whole_plan(model_desc, problem, simple, rules, gap, step_spread(problem, simple))
     slower = simple.outcome.seconds / found.outcome.seconds - 1
     if slower > _WORTH_TELLING:
@@ -127,7 +135,11 @@ def _whole(options: SearchOptions) -> SearchOptions:
 
 
 def _replicated_if_as_fast(
-    model_desc: ModelDesc, problem: ShardingProblem, found: ShardingSolution, options: SearchOptions
+    model_desc: ModelDesc,
+    problem: ShardingProblem,
+    found: ShardingSolution,
+    options: SearchOptions,
+    deadline: Deadline,
 ) -> tuple[ShardingProblem, ShardingSolution] | None:
     """The fastest assignment that replicates everything, if nothing shows that ``found`` is faster.
 
@@ -140,7 +152,7 @@ def _replicated_if_as_fast(
         return None
     candidate = Candidate(problem.training, problem.profile)
     only = replace(options, allowed=(Mode.NO_SHARD,), slices=(), offload=False)
-    answer = fastest(model_desc, [candidate], problem.device, only)
+    answer = fastest(model_desc, [candidate], problem.device, only, deadline)
     if answer is None:
         return None
     own, plain = answer[0], with_shared_buckets(*answer[:2])

@@ -13,7 +13,9 @@ from osdp.cost.sharding.solution import ShardingSolution, solution_root
 from osdp.cost.sharding.strategies import UnitSpan
 from osdp.model.description import Operator
 from osdp.plan.search_options import SearchOptions
+from osdp.plan.shard_math import can_shard
 from osdp.plan.sharding import Mode
+from osdp.search.sharding.candidates import root_dtype, trainable_dtypes
 from osdp.search.sharding.explain import Explainer
 
 #: Maximum number of rounds, in each of which all units are looked at, and of changes made in a round.
@@ -108,12 +110,16 @@ def _changes(
 def _root_changes(problem: ShardingProblem, found: ShardingSolution) -> Iterator[ShardingSolution]:
     """Each operator outside the chain in the root unit, or replicated, instead of where it is."""
     outside = (found.root_sharded, found.root_replicated, found.root_stepped)
+    dtype = root_dtype([operator for operators in outside for operator in operators])
     for operator in (operator for operators in outside for operator in operators):
         if any(not parameter.shape for parameter in operator.parameters):
             continue
+        can, trained = can_shard(operator), trainable_dtypes(operator)
+        # What the root unit, replicated parameters and sharded optimizer states may have.
+        fits = (can and trained <= {dtype}, True, can and bool(trained))
         rest = [tuple(other for other in operators if other != operator) for operators in outside]
         for place, operators in enumerate(outside):
-            if operator not in operators:
+            if operator not in operators and fits[place]:
                 changed = list(rest)
                 changed[place] = (*rest[place], operator)
                 yield _with_root(problem, found, *changed)
