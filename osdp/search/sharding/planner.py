@@ -90,8 +90,8 @@ def best_plan(
     stored = {parameter.dtype for operator in model_desc.operators for parameter in operator.parameters}
     casts = any(c.training.param_dtype and {c.training.param_dtype} != stored for c in candidates)
     if device.world_size == 1 and Mode.NO_SHARD in options.allowed and not casts:
-        # Nothing is gathered there: shards and their slices differ from whole parameters in name alone, unless
-        # these have copies in another dtype.
+        # Nothing is gathered there: shards and their slices differ from whole parameters in name alone, but
+        # for copies of these in another dtype.
         answer = fastest(model_desc, candidates, device, _whole(on_device), deadline)
     rules = options if answer is None else _whole(options)
     answer = answer or fastest(model_desc, candidates, device, on_device, deadline)

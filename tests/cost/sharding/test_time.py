@@ -12,11 +12,12 @@ from osdp.cost.sharding.simulate import simulate_units
 from osdp.cost.sharding.strategies import (
     FULL_SHARD,
     NO_SHARD,
+    SHARD_GRAD_OP,
     SHARD_OPTIMIZER,
     UnitStrategy,
     strategy_table,
 )
-from osdp.cost.sharding.time import compute_after, compute_until, unit_seconds
+from osdp.cost.sharding.time import compute_after, compute_until, passes, unit_seconds
 from osdp.cost.sharding.unit_costs import cost_units
 from osdp.cost.sharding.units import UnitCosts
 from osdp.hardware.device_info import COLLECTIVES, DeviceInfo, Link
@@ -128,6 +129,23 @@ def test_a_pass_takes_as_long_as_the_host_issues_it() -> None:
     # Seconds that the host does not need are not counted.
     idle = step_seconds(NO_SHARD, host_forward=0.0, host_backward=0.0)
     assert step_seconds(NO_SHARD, host_forward=1e-6, host_backward=1e-6) == pytest.approx(idle, rel=1e-3)
+
+
+def test_a_backward_that_only_accumulates_waits_for_what_is_gathered_again() -> None:
+    """It was priced as its compute alone, as if FSDP2 kept units gathered over the microbatches."""
+    links = tuple(Link(name, "world", 4, 1.0, 1e9) for name in COLLECTIVES)  # far longer than all compute
+    problem = random_problem(3, 3, 2, blocking=False, microbatches=4, reduce_each=False, links=links)
+    count = len(problem.timeline.chain)
+
+    def silent(mode: UnitStrategy) -> float:
+        starts = list(range(count))
+        found = cost_units(
+            problem.costs, starts, [*starts[1:], count], strategy_table([mode] * count), problem.device
+        )
+        return passes(problem, found, cost_root(problem, (), problem.timeline.root, has_unit=False)).silent
+
+    assert silent(FULL_SHARD) == pytest.approx(count - 1, rel=0.2)
+    assert silent(SHARD_GRAD_OP) < 1
 
 
 def test_units_of_many_small_parameters_take_longer_to_gather_and_to_reduce() -> None:
