@@ -46,6 +46,7 @@ class StageMemory:
         input_pass: Peak of the first part of a backward beyond the activations; it frees none of them.
         largest_gradient: Gradient of the largest operator.
         splits: Whether its backward can be in two parts: gradients go to another stage.
+        temporaries_add: Whether temporary tensors of the optimizer's step are those of all its parameters.
     """
 
     base: float
@@ -64,6 +65,7 @@ class StageMemory:
     input_pass: float = 0.0
     largest_gradient: float = 0.0
     splits: bool = True
+    temporaries_add: bool = False
 
     @property
     def waiting(self) -> float:
@@ -92,8 +94,11 @@ def rank_peak(
         only: The one stage to count; all of the rank if ``None``.
     """
     mine = schedule.stages_of(rank) if only is None else (only,)
-    step = resident + sum(stages[s].base + stages[s].gradients for s in mine)
-    step += max(stages[s].step - stages[s].base - stages[s].gradients for s in mine)
+    left = [stages[s].base + stages[s].gradients + max(stages[s].growth, 0.0) for s in mine]
+    more = [stages[s].step - own for s, own in zip(mine, left, strict=True)]
+    # One optimizer steps them all: what it takes for each parameter at once adds up over the stages.
+    adds = any(stages[s].temporaries_add for s in mine)
+    step = resident + sum(left) + (sum(max(each, 0.0) for each in more) if adds else max(more))
     # The optimizer step (above) runs after all actions; each action is checked with the buffers posted for
     # later ones.
     walk = _Walk(schedule, stages, resident + sum(stages[s].base for s in mine))

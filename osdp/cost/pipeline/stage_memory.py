@@ -168,6 +168,7 @@ def stage_memory(
         input_pass=_input_pass(desc, profile, timeline),
         largest_gradient=max((operator.nbytes for operator in desc.operators), default=0),
         splits=messages.splits,
+        temporaries_add=one.costs.temporaries_add,
     )
 
 

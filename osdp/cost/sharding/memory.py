@@ -95,8 +95,10 @@ def _reduced_gradients(units: UnitCosts, settings: StepSettings) -> Gradients:
     # Until they are reduced, gradients of the root unit are unsharded and those of replicated units are in a
     # bucket. Slices are reduced in every backward.
     unreduced = np.where(units.in_root, units.gradient, units.bucket)
-    # The gradient is a view of what was reduced, unless it is cast, or added to an earlier one.
-    apart = np.where(units.casts_shard | settings.adds_reduced, units.all_reduced, 0.0)
+    # The gradient is a view of what was reduced, unless it is cast, added to an earlier one, or copied to the
+    # host.
+    held = units.casts_shard | settings.adds_reduced | units.offloaded
+    apart = np.where(held, units.all_reduced, 0.0)
     # One backward: nothing is there before it, and each gradient comes with its unit's backward.
     if settings.microbatches == 1:
         nothing = np.zeros_like(unreduced)
@@ -114,7 +116,10 @@ def _reduced_gradients(units: UnitCosts, settings: StepSettings) -> Gradients:
     whole = np.where(units.sharded | units.in_root, units.accumulated, unreduced)
     new = np.where(units.sliced, units.gradient_kept, 0.0)
     new += np.where(units.in_root & units.casts_gradient, units.gradient, 0.0)
-    return Gradients(whole, units.received + new)
+    # In a narrow dtype what was accumulated is less than the shard of few ranks, and what its cast leaves.
+    left = units.gradient_kept + np.where(units.casts_shard | units.offloaded, units.all_reduced, 0.0)
+    own = units.sharded & ~units.in_root
+    return Gradients(whole, units.received + new + np.where(own, np.maximum(left - whole, 0.0), 0.0))
 
 
 def always(units: UnitCosts, problem: ShardingProblem, gradients: Gradients) -> Floats:

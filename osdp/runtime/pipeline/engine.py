@@ -361,7 +361,9 @@ class Pipeline:
         last = _last_backward(step.schedule, self.rank, action.stage) == action
         each = self._reduces.slices if step.schedule.num_slices > 1 else self._reduces.microbatches
         running.runtime.set_requires_gradient_sync(last or each)
-        running.runtime.set_is_last_backward(last)
+        # Of a whole model each backward that reduces ends as the last one does, and lets go of buffers.
+        whole = step.schedule.num_stages == 1 and step.schedule.num_slices == 1
+        running.runtime.set_is_last_backward(last or (each and whole))
         try:
             yield
         finally:

@@ -50,6 +50,9 @@ def test_the_optimizer_step_counts_the_states_of_all_stages_of_a_rank():
     found = rank_peak(make_schedule("interleaved", 2, 4), 0, [large] * 4, resident=0)
     assert found.action is None
     assert found.nbytes == 1000 + 110
+    # Temporary tensors of one call for all parameters are those of both stages, as are gradients that grew.
+    together = replace(large, temporaries_add=True, growth=5)
+    assert rank_peak(make_schedule("interleaved", 2, 4), 0, [together] * 4, resident=0).nbytes == 2 * 1000
 
 
 def test_gradients_are_cast_when_a_stage_has_no_more_activations():
