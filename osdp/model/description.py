@@ -239,6 +239,7 @@ class ModelDesc(Savable):
         modules: FQNs of all modules whose forward ran, in order of first call.
         opaque: Modules that are described as one; their memory was recorded for one input.
         computed_in: Dtype that the work was traced in, where it is not that of the parameters.
+        buffer_bytes: Bytes of the model's buffers.
     """
 
     name: str
@@ -251,6 +252,7 @@ class ModelDesc(Savable):
     modules: tuple[str, ...]
     opaque: tuple[OpaqueModule, ...] = ()
     computed_in: str | None = None
+    buffer_bytes: int = 0
 
     @property
     def doubts(self) -> tuple[str, ...]:

@@ -74,7 +74,7 @@ def estimate(model_desc: ModelDesc, device_info: DeviceInfo, training: Training 
             estimate_optimizer(training, device_info.kind, device_info.memory_bandwidth),
             matrices=_estimate_matrices(training, device_info),
         ),
-        resident_bytes=_sample_bytes(model_desc, training, batch),
+        resident_bytes=_sample_bytes(model_desc, training, batch) + model_desc.buffer_bytes,
         measured=False,
         model=model_desc.fingerprint,
         host_optimizer=_estimate_host_optimizer(training, device_info),

@@ -135,6 +135,7 @@ def describe(
         operators=operators,
         modules=trace.modules,
         opaque=opaque.modules,
+        buffer_bytes=sum(buffer.nbytes for buffer in model.buffers()),
     )
     return _with_dropped(desc, trace, double or trace)
 

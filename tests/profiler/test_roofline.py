@@ -4,6 +4,8 @@ import dataclasses
 import math
 
 import pytest
+import torch
+from torch import nn
 
 from osdp.hardware.device_info import DeviceInfo
 from osdp.model.description import Affine, ModelDesc, Operator, Parameter, Segment, TensorSpec, Work
@@ -113,3 +115,14 @@ def test_bytes_that_were_traced_narrow_are_not_narrowed_again() -> None:
         estimate(desc, DEVICE, training).by_signature["one"].backward.seconds for desc in (wide, narrow)
     ]
     assert backward[0] - LAUNCH_SECONDS == pytest.approx((backward[1] - LAUNCH_SECONDS) / 2)
+
+
+def test_buffers_are_resident() -> None:
+    """A causal mask of 64 MiB in each layer was counted nowhere."""
+    model = nn.Linear(4, 4)
+    before = ModelDesc.from_module(model, torch.ones(2, 4))
+    model.register_buffer("mask", torch.ones(16, 16))
+    after = ModelDesc.from_module(model, torch.ones(2, 4))
+    device = DeviceInfo(memory_limit=2**30, flops=1e9, memory_bandwidth=1e9)
+    small, large = (estimate(desc, device, Training()).resident_bytes for desc in (before, after))
+    assert large - small == 16 * 16 * 4

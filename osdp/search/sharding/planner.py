@@ -99,9 +99,7 @@ def best_plan(
         candidates = [
             replace(candidate, training=_beside_host(candidate.training)) for candidate in candidates
         ]
-        answer = fastest(model_desc, candidates, device, options, deadline)
-        if answer is not None and device.host is not None and _host_bytes(*answer[:2]) > device.host.memory:
-            answer = None
+        answer = _fastest_beside_host(model_desc, candidates, device, options, deadline)
     if answer is None:
         raise _infeasible(model_desc, candidates, device, options)
     problem, found, gap = answer
@@ -211,6 +209,29 @@ def _host_bytes(problem: ShardingProblem, found: ShardingSolution) -> float:
     return total
 
 
+def _fastest_beside_host(
+    model_desc: ModelDesc,
+    candidates: Sequence[Candidate],
+    device: DeviceInfo,
+    options: SearchOptions,
+    deadline: Deadline,
+) -> tuple[ShardingProblem, ShardingSolution, float] | None:
+    """As :func:`fastest`, of the candidates whose fastest plan fits into host memory as well."""
+    assert device.host is not None
+    best: tuple[ShardingProblem, ShardingSolution] | None = None
+    rate = possible = 0.0
+    for left, candidate in zip(range(len(candidates), 0, -1), candidates, strict=True):
+        answer = fastest(model_desc, [candidate], device, options, deadline.share(left))
+        if answer is None or _host_bytes(*answer[:2]) > device.host.memory:
+            continue
+        problem, found, gap = answer
+        own = candidate.profile.local_batch * candidate.training.microbatches / found.outcome.seconds
+        possible = max(possible, own / (1 - gap))
+        if own > rate:
+            best, rate = (problem, found), own
+    return None if best is None else (*best, max(0.0, 1 - rate / possible))
+
+
 def fastest(
     model_desc: ModelDesc,
     candidates: Sequence[Candidate],
@@ -302,8 +323,15 @@ def _infeasible(
         for problem in _problems(model_desc, candidate, device, options)
     ]
     usable = replace(options, offload=options.offload and _knows_host(candidates, device))
-    found = [min_peak_solution(problem, options=usable) for problem in problems]
-    best, lowest = min(zip(found, problems, strict=True), key=lambda each: each[0].outcome.peak)
+
+    def least(usable: SearchOptions) -> tuple[ShardingSolution, ShardingProblem]:
+        found = [min_peak_solution(problem, options=usable) for problem in problems]
+        return min(zip(found, problems, strict=True), key=lambda each: each[0].outcome.peak)
+
+    best, lowest = least(usable)
+    if best.outcome.peak <= device.memory_limit:
+        # It offloads more than the host has room for, or what is not offloaded.
+        best, lowest = least(replace(usable, offload=False))
     plan = whole_plan(model_desc, lowest, best, options, 1.0)
     over = plan.predicted.peak_bytes - device.memory_limit
     note = f"no plan fits; this one has the lowest peak found, {format_bytes(over)} above the limit"
