@@ -17,12 +17,21 @@ from torch import nn
 from osdp.nn.random_states import torch_sources
 from osdp.runtime.replay import Changing
 from osdp.runtime.tensor_parallel.collectives import TensorParallelGroup
+from osdp.torch_private.autograd import in_backward, queue_backward_callback
 
 
 class _Place(Enum):
     OUTSIDE = auto()
     SHARED = auto()
     OWN = auto()
+
+
+def _refuse_draws() -> None:
+    raise RuntimeError(
+        "a part of a layer that tensor-parallel ranks share draws random numbers, such as dropout of "
+        "attention, inside torch.utils.checkpoint, which cannot draw the same ones again: let the plan "
+        "recompute instead, by OSDP(..., recompute=True), or set this dropout to 0"
+    )
 
 
 class GroupRandom(Changing):
@@ -36,6 +45,9 @@ class GroupRandom(Changing):
     def __init__(self, ranks: TensorParallelGroup, device: torch.device) -> None:
         self._sources = torch_sources(device)
         self._place = _Place.OUTSIDE
+        #: The states before a recomputation that is the user's; whether it is in a region without its module.
+        self._before: dict[_Place, list[Any]] | None = None
+        self._alone = False
         self._open: list[tuple[nn.Module, _Place]] = []
         self._states = {_Place.SHARED: [source.get() for source in self._sources]}
         # Seeds are drawn rather than fixed, so that another stage of this rank gets other ones.
@@ -61,6 +73,9 @@ class GroupRandom(Changing):
 
     def begin_region(self) -> None:
         """Switch from the shared to this rank's own state: activations are sharded from here on."""
+        if self._place is _Place.OUTSIDE and in_backward():
+            self._alone = True
+            self._draw_again()
         if self._place is _Place.SHARED:
             self._switch(_Place.OWN)
 
@@ -68,9 +83,21 @@ class GroupRandom(Changing):
         """Switch back to the shared state: activations are replicated from here on."""
         if self._place is _Place.OWN:
             self._switch(_Place.SHARED)
+        if self._alone:
+            self._alone = False
+            self._switch(_Place.OUTSIDE)
+
+    def _draw_again(self) -> None:
+        """A user's checkpoint recomputes, from the shared state that torch had when it began."""
+        self._before = dict(self._states)
+        self._place = _Place.SHARED
 
     def _enter(self, module: nn.Module, place: _Place) -> None:
         self._open.append((module, self._place))
+        if self._place is _Place.OUTSIDE and in_backward():
+            self._draw_again()
+            if place is _Place.SHARED:
+                return
         if self._place is _Place.OUTSIDE or place is _Place.OWN:
             self._switch(place)
 
@@ -82,8 +109,21 @@ class GroupRandom(Changing):
                 self._switch(before)
                 return
 
+    def _check_draws(self) -> None:
+        now = (source.get() for source in self._sources)
+        if all(s.same(a, b) for s, a, b in zip(self._sources, now, self._states[_Place.OWN], strict=True)):
+            return
+        # Here it might be silenced: torch ends recomputations by an exception.
+        queue_backward_callback(_refuse_draws)
+
     def _switch_states(self, place: _Place) -> None:
         if place is self._place:
+            return
+        if self._before is not None and self._place is _Place.OWN:
+            self._check_draws()
+        if self._before is not None and place is _Place.OUTSIDE:
+            # The checkpoint has kept the state of what is outside.
+            self._states, self._before, self._place = self._before, None, place
             return
         self._states[self._place] = [source.get() for source in self._sources]
         for source, state in zip(self._sources, self._states[place], strict=True):

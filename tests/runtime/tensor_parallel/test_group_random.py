@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 from osdp.plan.sharding import Mode
 from osdp.plan.tensor_parallel import (
@@ -51,11 +52,12 @@ class Net(nn.Module):
         self.drop = nn.Dropout(0.5)
         self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
         self.head = nn.Linear(WIDTH, 1)
+        self.checkpoints = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.drop(self.embed(x))
         for block in self.blocks:
-            x = block(x)
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpoints else block(x)
         return self.head(x)
 
 
@@ -174,7 +176,29 @@ def a_part_of_the_model_alone() -> None:
     assert torch.equal(*everywhere(model(batch(0)).detach()))
 
 
+def a_users_own_checkpoint() -> None:
+    """Masks were drawn anew in backward, and gradients were those of another forward."""
+    for in_sequence, inner in ((False, 0.0), (False, 0.5), (True, 0.0)):
+        found = []
+        for checkpoints in (False, True):
+            model = shard(init_device_mesh("cpu", (2,)), in_sequence=in_sequence)
+            model.checkpoints = checkpoints
+            for block in model.blocks:
+                block.inner.p = inner
+            loss = model(batch(0)).square().mean()
+            if checkpoints and (inner or in_sequence):
+                with pytest.raises(RuntimeError, match="let the plan recompute"):
+                    loss.backward()
+                break
+            loss.backward()
+            # The next forward goes on where this one has ended.
+            found.append([local(p.grad) for p in model.parameters()] + [model(batch(1)).detach()])
+        for one, other in zip(*found, strict=True) if len(found) == 2 else ():
+            torch.testing.assert_close(one, other)
+
+
 def two_ranks() -> None:
+    a_users_own_checkpoint()
     replicas_stay_equal()
     masks_differ_where_activations_are_sharded()
     a_part_of_the_model_alone()
