@@ -10,7 +10,7 @@ be. What that gives is never saved; where a checkpoint has no states of a parame
 by then, it has none after loading either.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -254,14 +254,35 @@ def as_they_are(optimizers: Iterable[Optimizer]) -> Iterator[None]:
 
 
 @contextmanager
-def all_trained(optimizers: Iterable[Optimizer]) -> Iterator[None]:
-    """Inside, what optimizers have is not frozen: torch leaves out states of what is, and loses them."""
-    frozen = [p for each in optimizers for p in _parameters(each) if not p.requires_grad]
-    frozen = [p for p in frozen if p.is_floating_point() or p.is_complex()]
-    for parameter in frozen:
-        parameter.requires_grad_(True)
+def thawed(optimizers: Sequence[Optimizer]) -> Iterator[Callable[[Mapping[int, str], Metadata], bool]]:
+    """Inside, what optimizers have states of is not frozen: torch leaves these out, and loses them.
+
+    Yields:
+        A function that makes states of what is frozen, has none, and has some in a checkpoint, given the names
+        of parameters by id and the checkpoint's metadata; it returns whether there are any.
+    """
+    frozen: list[torch.Tensor] = []
+
+    def thaw(parameters: Iterable[torch.Tensor]) -> None:
+        for parameter in parameters:
+            parameter.requires_grad_(True)
+            frozen.append(parameter)
+
+    def with_states(names: Mapping[int, str], metadata: Metadata) -> bool:
+        stepped = _stepped(metadata, set(names.values()))
+        found = False
+        for each in optimizers:
+            still = [p for p in _parameters(each) if not p.requires_grad and names.get(id(p)) in stepped]
+            thaw(still)
+            if still:
+                _add_states(each, still)
+                found = True
+        return found
+
     try:
-        yield
+        for each in optimizers:
+            thaw([p for p in _parameters(each) if not p.requires_grad and each.state.get(p)])
+        yield with_states
     finally:
         for parameter in frozen:
             parameter.requires_grad_(False)
@@ -354,13 +375,18 @@ def unstepped_states(flat: Iterable[str], names: Collection[str], metadata: Meta
         The parameter of each state, by the state's name.
     """
     known = set(names)
-    prefix = f"optimizer.{_STATE}"
-    entries = (name for name in metadata.state_dict_metadata if name.startswith(prefix))
-    stepped = {None, *(_parameter_in(name.removeprefix(prefix), known) for name in entries)}
+    stepped = _stepped(metadata, known)
     owned = {
         name: _parameter_in(name.removeprefix(_STATE), known) for name in flat if name.startswith(_STATE)
     }
     return {name: parameter for name, parameter in owned.items() if parameter and parameter not in stepped}
+
+
+def _stepped(metadata: Metadata, known: Collection[str]) -> set[str | None]:
+    """The parameters that a checkpoint has states of, and ``None``."""
+    prefix = f"optimizer.{_STATE}"
+    entries = (name for name in metadata.state_dict_metadata if name.startswith(prefix))
+    return {None, *(_parameter_in(name.removeprefix(prefix), known) for name in entries)}
 
 
 def added_options(

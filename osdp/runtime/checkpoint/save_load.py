@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
-from osdp.comm.objects import has_process_group, is_first
+from osdp.comm.objects import gather_objects, has_process_group, is_first
 from osdp.plan.plan import Plan
 from osdp.runtime.checkpoint.background import (
     AsyncSave,
@@ -51,11 +51,11 @@ from osdp.runtime.checkpoint.match import laid_out_as_saved, require_same, with_
 from osdp.runtime.checkpoint.optimizers import (
     SavedOptimizers,
     all_initialised,
-    all_trained,
     as_they_are,
     in_groups,
     plain_option,
     refuse_others,
+    thawed,
     without_empty_groups,
     without_options,
 )
@@ -373,7 +373,7 @@ def load(
     optimizers = _adopted(optimizer)
     folder = latest_step(path)
     verification = Verification.start(folder)
-    with all_trained(optimizers), all_initialised(optimizers):
+    with thawed(optimizers) as make_states_of_frozen, all_initialised(optimizers):
         state: State = {}
         fault: Exception | None = None
         try:
@@ -387,6 +387,8 @@ def load(
         kept.check(scheduler, str(folder))
         owners = _links(model).owners
         names = {id(p): owners.get(name, name) for name, p in stored_names(model).items()}
+        more = gather_objects(make_states_of_frozen(names, contents.metadata))
+        state = _state(model, optimizers) if any(more) else state
         saved = SavedOptimizers.read(folder, contents.metadata, optimizers, names, state.get("optimizer", {}))
         device = next((each.device for each in model.parameters()), torch.device("cpu"))
         wanted = {"model": laid_out_as_saved(state["model"], contents.metadata, device)}

@@ -217,6 +217,25 @@ def test_states_of_what_is_frozen_meanwhile_are_read(tmp_path: Path, in_a_new_pr
     assert torch.equal(optimizer.state[model.used.weight]["exp_avg"], want)
 
 
+def test_no_states_are_made_of_what_was_always_frozen(tmp_path: Path) -> None:
+    """Those of a model under LoRA are many times what is trained."""
+    made: list[nn.Parameter] = []
+
+    def frozen() -> tuple[nn.Module, Optimizer]:
+        model, optimizer = model_and(adam, 0)
+        model.unused.requires_grad_(False)
+        return model, optimizer
+
+    model, optimizer = frozen()
+    step(model, optimizer)
+    checkpoint.save(tmp_path / "run", model, optimizer)
+    other, fresh = frozen()
+    fresh.register_step_post_hook(lambda each, *_: made.extend(each.state))
+    checkpoint.load(tmp_path / "run", other, fresh)
+    assert made and not any(p is q for p in made for q in other.unused.parameters())
+    assert set(fresh.state) == set(other.used.parameters())
+
+
 def test_a_scheduler_that_is_made_after_loading_finds_its_first_rate(tmp_path: Path) -> None:
     model, optimizer = model_and(adam, 1)
     # NumPy's numbers were refused by the first save.
