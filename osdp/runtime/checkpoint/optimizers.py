@@ -45,7 +45,12 @@ def in_groups(state: dict[str, Any], *, in_stages: bool) -> dict[str, Any]:
     if "optimizer" not in state:
         return state
     tensors, options = _split(state["optimizer"])
-    # Tensors, such as a learning rate on a GPU, are not to be compared.
+    known: dict[int, Any] = {}
+    options = {
+        name: {option: _numbers(value, known) for option, value in values.items()}
+        for name, values in options.items()
+    }
+    # Other tensors are not to be compared.
     has_tensor = any(_has_tensor(value) for values in options.values() for value in values.values())
     everyone = gather_objects(None if has_tensor else options) if in_stages else [options]
     if has_tensor or None in everyone:
@@ -72,6 +77,17 @@ def plain_option(value: Any) -> Any:
         return value
     plain = type(value)(map(plain_option, value))
     return value if all(one is other for one, other in zip(plain, value, strict=True)) else plain
+
+
+def _numbers(value: Any, known: dict[int, Any]) -> Any:
+    """``value`` with numbers for tensors of one element, such as a learning rate on a GPU, read once each."""
+    if isinstance(value, (list, tuple)) and _has_tensor(value):
+        return type(value)(_numbers(inner, known) for inner in value)
+    if not isinstance(value, torch.Tensor) or value.numel() != 1:
+        return value
+    if id(value) not in known:
+        known[id(value)] = value.item()
+    return known[id(value)]
 
 
 def _has_tensor(value: Any) -> bool:
@@ -214,6 +230,8 @@ def mixed_options(optimizer: Optimizer, names: Mapping[int, str], options: Mappi
 
 def _as_held(value: Any, held: Any) -> Any:
     """An option that was read, as a tensor where the optimizer holds one."""
+    if isinstance(held, (list, tuple)) and _has_tensor(held):
+        return type(held)(_as_held(own, inner) for own, inner in zip(value, held, strict=True))
     return torch.full_like(held, value) if isinstance(held, torch.Tensor) else value
 
 
@@ -258,8 +276,8 @@ def thawed(optimizers: Sequence[Optimizer]) -> Iterator[Callable[[Mapping[int, s
     """Inside, what optimizers have states of is not frozen: torch leaves these out, and loses them.
 
     Yields:
-        A function that makes states of what is frozen, has none, and has some in a checkpoint, given the names
-        of parameters by id and the checkpoint's metadata; it returns whether there are any.
+        A function that makes states of what is frozen, has none, and has some in a checkpoint, given names of
+        parameters by id and the checkpoint's metadata; it returns whether there are any.
     """
     frozen: list[torch.Tensor] = []
 

@@ -236,6 +236,17 @@ def test_no_states_are_made_of_what_was_always_frozen(tmp_path: Path) -> None:
     assert set(fresh.state) == set(other.used.parameters())
 
 
+@pytest.mark.parametrize(("first", "second"), [(torch.tensor(0.1), 0.3), (0.1, torch.tensor(0.3))])
+def test_a_rate_may_be_a_tensor_here_and_a_number_there(tmp_path: Path, first: Any, second: Any) -> None:
+    """It was refused as metadata of another kind."""
+    model, optimizer = model_and(lambda model: Adam(model.parameters(), lr=first, foreach=False), 1)
+    checkpoint.save(tmp_path / "run", model, optimizer)
+    other, fresh = model_and(lambda model: Adam(model.parameters(), lr=second, foreach=False), 0)
+    checkpoint.load(tmp_path / "run", other, fresh)
+    rate = fresh.param_groups[0]["lr"]
+    assert type(rate) is type(second) and float(rate) == pytest.approx(0.1)
+
+
 def test_a_scheduler_that_is_made_after_loading_finds_its_first_rate(tmp_path: Path) -> None:
     model, optimizer = model_and(adam, 1)
     # NumPy's numbers were refused by the first save.
