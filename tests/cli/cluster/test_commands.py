@@ -145,7 +145,7 @@ def test_peaks_may_have_to_fit_whatever_is_measured(
     words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     # Where nearly all of a device is reserved most layouts fit only as predicted.
-    tight = ["--reserve", "17.7GiB", "--top", "5", "--json", str(tmp_path / "rows.json")]
+    tight = ["--reserve", "17.4GiB", "--top", "5", "--json", str(tmp_path / "rows.json")]
     found = []
     for more in ([], ["--certain"]):
         run("cluster", "plan", *words, *tight, *more)
