@@ -211,8 +211,7 @@ def save(
     folder = step_folder(path, step, keep_last)
     kept = KeptState.of(_layout(model), scheduler, step, rng, data, extra).packed()
     of_ranks = take_ranks_own(model, state["model"])
-    state = _grouped(model, state)
-    state["model"] = state["model"] | of_ranks
+    state = _with(of_ranks, _grouped(model, state))
     _write(NewCheckpoint(folder), map_local(state, in_exact_storage), kept)
     remove_older_steps(path, keep_last)
 
@@ -248,8 +247,7 @@ def save_async(
     state, refused = _stored(model, optimizer)
     digests = gather_or_raise(url_fault(path) or refused, digest(state), "nothing was saved")
     of_ranks = take_ranks_own(model, state["model"])
-    mine = owned_part(_grouped(model, state), digests)
-    mine["model"] |= of_ranks
+    mine = _with(of_ranks, owned_part(_grouped(model, state), digests))
     folder = step_folder(path, step, keep_last)
     steps = Path(path).absolute()
     parts = {name: list(local_tensors(part)) for name, part in mine.items()}
@@ -387,8 +385,8 @@ def load(
         kept.check(scheduler, str(folder))
         owners = _links(model).owners
         names = {id(p): owners.get(name, name) for name, p in stored_names(model).items()}
-        more = gather_objects(make_states_of_frozen(names, contents.metadata))
-        state = _state(model, optimizers) if any(more) else state
+        if any(gather_objects(make_states_of_frozen(names, contents.metadata))):
+            state = _state(model, optimizers)
         saved = SavedOptimizers.read(folder, contents.metadata, optimizers, names, state.get("optimizer", {}))
         device = next((each.device for each in model.parameters()), torch.device("cpu"))
         wanted = {"model": laid_out_as_saved(state["model"], contents.metadata, device)}
@@ -442,6 +440,11 @@ def _stored(model: nn.Module, optimizer: Optimizers | None) -> tuple[State, Exce
         return state, unreadable(state)
     except Exception as error:  # the other ranks wait
         return {}, error
+
+
+def _with(of_ranks: State, state: State) -> State:
+    """``state`` with what is this rank's own of the model."""
+    return {**state, "model": state["model"] | of_ranks}
 
 
 def _grouped(model: nn.Module, state: State) -> State:
