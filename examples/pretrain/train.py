@@ -35,7 +35,7 @@ def main() -> None:
     schedule = CosineAnnealingLR(optimizer, options.steps)
     # 2. Go on from the latest checkpoint, whatever it was saved by.
     first, saved = 0, options.folder / "checkpoints"
-    if saved.exists():
+    if checkpoint.exists(saved):
         first = checkpoint.load(saved, model, optimizer, scheduler=schedule).step or 0
     # 3. Train.
     for step in range(first, options.steps):

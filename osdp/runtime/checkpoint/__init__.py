@@ -34,11 +34,13 @@ from osdp.runtime.checkpoint.save_load import (
     verify,
     whole_state_dict,
 )
+from osdp.runtime.checkpoint.steps import exists
 
 __all__ = [
     "AsyncSave",
     "CheckpointSummary",
     "Kept",
+    "exists",
     "export",
     "load",
     "load_pretrained",

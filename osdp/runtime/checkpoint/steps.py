@@ -67,6 +67,19 @@ def latest_step(path: str | Path) -> Path:
     return folder / steps[-1].name if steps else folder
 
 
+def exists(path: str | Path) -> bool:
+    """Whether ``path`` has a complete checkpoint, of a step or itself; alike on all ranks, which all call it.
+
+    A job that is started again loads if it has: a folder whose first save was interrupted is there, but
+    empty.
+
+    Raises:
+        ValueError: ``path`` is no folder in a file system.
+        OSError: ``path`` cannot be looked into; raised on all ranks.
+    """
+    return on_first_rank(partial(is_checkpoint, latest_step(path)))
+
+
 def remove_older_steps(path: str | Path, keep_last: int | None) -> None:
     """Remove all but the latest complete checkpoints in ``path``, and incomplete ones before these."""
     if keep_last is None or not is_first():

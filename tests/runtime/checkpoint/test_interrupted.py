@@ -86,6 +86,19 @@ def test_folders_that_are_no_checkpoints_are_kept(tmp_path: Path) -> None:
     assert os.listdir(samples) == ["sample.png"]
 
 
+def test_a_folder_whose_first_save_was_killed_has_no_checkpoint(tmp_path: Path) -> None:
+    """A job that is started again looks for the folder, which is there, and `load` ended it each time."""
+    assert not checkpoint.exists(tmp_path / "run")
+    (tmp_path / "run" / "step-00000010").mkdir(parents=True)
+    assert not checkpoint.exists(tmp_path / "run")
+    checkpoint.save(tmp_path / "run", nn.Linear(2, 2), step=20, keep_last=1)
+    assert checkpoint.exists(tmp_path / "run")
+    checkpoint.save(tmp_path / "itself", nn.Linear(2, 2))
+    assert checkpoint.exists(tmp_path / "itself")
+    with pytest.raises(ValueError, match="is not a folder"):
+        checkpoint.exists("s3://bucket/run")
+
+
 @pytest.mark.parametrize("step", [1.0, "1", None])
 def test_steps_are_whole_numbers(tmp_path: Path, step: Any) -> None:
     with pytest.raises(ValueError, match="pass step=, a whole number from 0"):
