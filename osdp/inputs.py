@@ -25,7 +25,7 @@ from osdp.profiler.cache import MeasurementCache, NotCachedError
 from osdp.profiler.links.axis_links import with_stage_link
 from osdp.profiler.links.detect import REPEATS, SECONDS, SIZES, detect
 from osdp.profiler.links.estimated import estimate_devices
-from osdp.profiler.links.machine import device_kind
+from osdp.profiler.links.machine import available_memory, device_kind, ranks_on_this_host
 from osdp.profiler.measure import profile_trainings
 from osdp.profiler.roofline import estimate
 from osdp.profiler.segments import default_device
@@ -129,6 +129,10 @@ def resolve_stage_device(
             )
         device_info = device_info.memory_limit
     data = mesh["dp"] if mesh is not None else None
+    if device_info is None and mesh is not None:
+        # The ranks of one stage do not have a host's memory to themselves.
+        sharing = ranks_on_this_host(mesh.get_group(axis) for axis in mesh.mesh_dim_names or ())
+        device_info = available_memory(device_of(mesh), sharing)
     return with_stage_link(resolve_device(device_info, data, group_sizes, cache), mesh, cache)
 
 

@@ -5,6 +5,7 @@ import pickle
 import pytest
 
 from osdp.errors import InfeasibleError, LargeOperator, PlanMismatchError
+from osdp.tracing.failures import UntraceableError
 
 INFEASIBLE = InfeasibleError(
     limit=2**30,
@@ -32,7 +33,11 @@ def test_mismatch_lists_all_differences() -> None:
     assert str(error).endswith(":\n  - one\n  - two")
 
 
-@pytest.mark.parametrize("error", [INFEASIBLE, PlanMismatchError(["one", "two"])], ids=type)
+UNTRACEABLE = UntraceableError("reads values at model.py:3", " at model.py:3", "reads values")
+UNTRACEABLE.module = "layers.0"
+
+
+@pytest.mark.parametrize("error", [INFEASIBLE, PlanMismatchError(["one", "two"]), UNTRACEABLE], ids=type)
 def test_errors_survive_the_way_from_rank_to_rank(error: Exception) -> None:
     copy = pickle.loads(pickle.dumps(error))
     assert (str(copy), vars(copy)) == (str(error), vars(error))

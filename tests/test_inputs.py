@@ -1,12 +1,14 @@
 """What callers pass: devices of all ranks or of one stage, and models that some ranks cannot describe."""
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from osdp import OSDP, DeviceInfo
+from osdp import OSDP, DeviceInfo, inputs
 from osdp.inputs import resolve_stage_device
 from osdp.plan.dims import ParallelDims
 from osdp.profiler.cache import MeasurementCache
@@ -32,6 +34,19 @@ def test_a_description_of_neither_all_ranks_nor_one_stage_is_refused() -> None:
         ValueError, match=r"device_info describes 1 ranks, one stage has dp=2: pass the memory"
     ):
         resolve_stage_device(one, ParallelDims(2, 2, 1), None, None, MeasurementCache(None))
+
+
+def share_of_a_stage(dims: tuple[int, int, int]) -> int:
+    mesh = init_device_mesh("cpu", dims, mesh_dim_names=("pp", "dp", "tp"))
+    with mock.patch.object(inputs, "available_memory", lambda device, ranks: 2**34 // ranks):
+        found = resolve_stage_device(None, ParallelDims(*dims), mesh, None, MeasurementCache(None))
+    return found.memory_limit
+
+
+@pytest.mark.parametrize("dims", [(2, 2, 1), (4, 1, 1)])
+def test_stages_share_the_memory_of_their_host(dims: tuple[int, int, int]) -> None:
+    """Each rank was promised the host's memory over the ranks of its own stage: pp times its share."""
+    assert run(4, share_of_a_stage, dims) == [2**32] * 4
 
 
 class Picky(nn.Module):

@@ -341,7 +341,8 @@ class ModelDesc(Savable):
         Args:
             model: An unmodified module.
             sample_inputs: One local batch: a tensor, a tuple or list (positional), or a mapping (keywords).
-                Only shapes and dtypes are read. Dim 0 of the first tensor is the batch.
+                Only shapes and dtypes are read, but for modules that read values. Dim 0 of the first tensor
+                is the batch.
             loss_fn: Returns a scalar, or (sum, count), from the outputs; by default the outputs' own
                 ``loss``, else the sum of their first element (see :func:`osdp.tracing.loss.scalar_loss`).
             atoms: FQNs of modules each of which is to be exactly one operator.

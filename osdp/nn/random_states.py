@@ -50,9 +50,9 @@ def python_sources() -> list[Source]:
 
 
 @contextmanager
-def preserve_python_states() -> Iterator[None]:
-    """Restore the states of :func:`python_sources` on exit."""
-    states = [(source, source.get()) for source in python_sources()]
+def preserve_random_states(device: torch.device) -> Iterator[None]:
+    """Restore the states of :func:`torch_sources` and :func:`python_sources` on exit."""
+    states = [(source, source.get()) for source in (*torch_sources(device), *python_sources())]
     try:
         yield
     finally:

@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from osdp import codec
 from osdp.comm.objects import broadcast_object, gather_objects, is_first, on_first_rank
+from osdp.nn.random_states import preserve_random_states
 from osdp.profiler.links.machine import hardware, machine_name
 from osdp.text import format_seconds
 
@@ -36,11 +37,14 @@ DEFAULT_CACHE_DIR: Final = "default"
 #: How long a measurement stays valid: networks, drivers and neighbours change.
 LIFETIME = timedelta(days=30)
 
+#: How long one stays valid that noise has spoilt: for the other starts of the same job alone.
+SPOILT = timedelta(minutes=10)
+
 #: How far clocks of machines that share a folder may differ.
 _CLOCKS_DIFFER = timedelta(hours=1)
 
 #: Counts up when what a measured number means changes, so that older files are not read.
-_VERSION = 11
+_VERSION = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +137,9 @@ class MeasurementCache:
     def _measured(self, name: str, measure: Callable[[], T]) -> T:
         if not self._measures:
             raise NotCachedError(name)
-        return measure()
+        # A start that measures draws as many of the user's random numbers as one that finds all: none.
+        with preserve_random_states(_device_in_use()):
+            return measure()
 
     def report(self) -> None:
         """Say once what was not measured again."""
@@ -202,27 +208,46 @@ def user_folder() -> Path | None:
     return (base if base.is_absolute() else Path.home() / ".cache") / "osdp"
 
 
+def _device_in_use() -> torch.device:
+    """The current GPU if this process uses one."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def layout(group: dist.ProcessGroup | None) -> list[tuple[int, int]]:
+    """Numbers of the host and of the machine that each rank is on; all ranks of the group call it.
+
+    Containers of one machine share its cores. That has another name after each boot, a container at each
+    start.
+    """
+    return _numbered(gather_objects((socket.gethostname(), machine_name()), group))
+
+
+def _numbered(places: Sequence[tuple[str, str]]) -> list[tuple[int, int]]:
+    hosts, machines = (list(dict.fromkeys(names)) for names in zip(*places, strict=True))
+    return [(hosts.index(host), machines.index(machine)) for host, machine in places]
+
+
 def placement(device: torch.device, group: dist.ProcessGroup | None) -> list[Any]:
-    """What collectives of ``group`` depend on: hosts and machines of the ranks, hardware, and the backend.
+    """What collectives of ``group`` depend on: the layout of its ranks, hardware, settings and the backend.
 
     All ranks of the group, or of the world, call it.
     """
-    mine = (socket.gethostname(), machine_name(), hardware(device))
-    everyone = gather_objects(mine, group)
-    names, machines = [name for name, _, _ in everyone], [machine for _, machine, _ in everyone]
-    hosts = list(dict.fromkeys(names))
-    # Only their names distinguish networks; on one host there is none, and a container has a new
-    # name at each start.
-    between = [hosts, _network_settings()] if len(hosts) > 1 else []
-    # Containers of one machine share its cores. That has another name after each boot.
-    layout = [
-        (hosts.index(name), machines.index(machine)) for name, machine in zip(names, machines, strict=True)
+    everyone = gather_objects((socket.gethostname(), machine_name(), hardware(device)), group)
+    hosts = list(dict.fromkeys(host for host, _, _ in everyone))
+    return [
+        _numbered([(host, machine) for host, machine, _ in everyone]),
+        [kind for _, _, kind in everyone],
+        # Only their names distinguish networks; on one host there is none.
+        hosts if len(hosts) > 1 else [],
+        _network_settings(),
+        str(dist.get_backend(group)),
     ]
-    return [layout, [kind for _, _, kind in everyone], between, str(dist.get_backend(group))]
 
 
 def _network_settings() -> list[str]:
-    """Variables by which users choose interfaces and protocols."""
+    """Variables by which users choose interfaces, protocols and, inside a host, the way between GPUs."""
     return sorted(
         f"{name}={value}" for name, value in os.environ.items() if name.startswith(("NCCL_", "GLOO_"))
     )

@@ -9,7 +9,7 @@ measurement::
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -103,11 +103,20 @@ def _measure_saved(reduced: ReducedModel) -> dict[int, int]:
     return saved
 
 
+def _seed(devices: Iterable[torch.device]) -> None:
+    """Seed the host's generator and those of ``devices``; ``torch.manual_seed`` would seed all GPUs."""
+    torch.default_generator.manual_seed(0)
+    for device in devices:
+        if device.type == "cuda":
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(0)
+
+
 def _record_run(reduced: ReducedModel, workspace: Workspace, *, saving: bool) -> tuple[Recorder, list[int]]:
     """Run once and record every storage; returns the recorder and the segment of each interval."""
     reduced.drop_gradients()
     # Random decisions (dropout, dropped layers) have to be the same in every run that is compared.
-    torch.manual_seed(0)
+    _seed({tensor.device for tensor in reduced.batch.tensors})
     parameters = dict(reduced.model.named_parameters())
     recorder = Recorder(parameters, [*reduced.model.buffers(), *reduced.batch.tensors], workspace)
     with recorder.saving() if saving else nullcontext(), recorder:

@@ -12,9 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from osdp.comm.groups import device_of
-from osdp.hardware.profile import MatrixProfile, OptimizerProfile
+from osdp.hardware.profile import UNSTABLE, MatrixProfile, OptimizerProfile
 from osdp.model.training import OPTIMIZERS, Training
-from osdp.profiler.cache import MeasurementCache
+from osdp.profiler.cache import LIFETIME, SPOILT, MeasurementCache, layout
 from osdp.profiler.links.machine import hardware
 from osdp.profiler.links.timing import relative_spread, time_run, trimmed_mean
 from osdp.profiler.stopwatch import SWEPT_BYTES, compute_clock
@@ -110,15 +110,20 @@ def cached_optimizer(
     cache: MeasurementCache,
     **options: Any,
 ) -> OptimizerProfile:
-    """As :func:`profile_optimizer`, but measured once for a class, its flags and hardware."""
+    """As :func:`profile_optimizer`, but measured once for a class, flags, hardware and layout of ranks."""
     flags = [
         getattr(training, name) for name in ("optimizer", "matrix_optimizer", "foreach", "fused", *_VALUES)
     ]
+    facts = [_METHOD, flags, hardware(torch.device(device))]
+    if mesh is not None and cache.is_on:
+        # Those of one machine share its memory's bandwidth.
+        facts += [mesh.ndim, layout(mesh.get_group(mesh.ndim - 1))]
     return cache.get_or_measure(
         "optimizer",
         OptimizerProfile,
-        [_METHOD, flags, hardware(torch.device(device)), None if mesh is None else mesh.ndim],
+        facts,
         lambda: profile_optimizer(training, device=device, mesh=mesh, **options),
+        lambda found: SPOILT if found.spread > UNSTABLE else LIFETIME,
     )
 
 

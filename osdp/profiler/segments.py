@@ -19,6 +19,7 @@ would not.
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from statistics import fmean, median
 from typing import Any
@@ -30,8 +31,8 @@ from torch import nn
 from osdp.comm.objects import broadcast_object, gather_objects
 from osdp.hardware.profile import UNSTABLE, PassProfile, SegmentProfile
 from osdp.model.description import ModelDesc
-from osdp.nn.random_states import preserve_python_states
-from osdp.profiler.cache import MeasurementCache
+from osdp.nn.random_states import preserve_random_states
+from osdp.profiler.cache import LIFETIME, SPOILT, MeasurementCache, layout
 from osdp.profiler.footprint import Footprint, measure_footprint
 from osdp.profiler.links.machine import hardware
 from osdp.profiler.links.timing import relative_spread
@@ -100,8 +101,7 @@ def profile_batches(
     bar = progress_bar((_WARMUP + repeats + 1) * len(batches), "profile", shown=progress)
     try:
         # Weights and dropout draw random numbers; the caller's generators stay as they are.
-        torchs = torch.random.fork_rng([target] if target.type == "cuda" else [])
-        with torchs, preserve_python_states(), torch.enable_grad():
+        with preserve_random_states(target), torch.enable_grad():
             samples = [SampleBatch.of(batch) for batch in batches]
             blocks = find_repeats(model_desc)
 
@@ -138,7 +138,7 @@ def cached_batches(
 ) -> list[tuple[SegmentProfile, ...]]:
     """As :func:`profile_batches`, but measured once for a description, batch shapes, dtype and hardware.
 
-    The number of ranks in ``group`` counts, too.
+    How the weights lie in memory counts, too, and how many ranks of ``group`` are on which machines.
     """
     target = torch.device(device) if device is not None else default_device()
     samples = [SampleBatch.of(batch) for batch in batches]
@@ -148,9 +148,16 @@ def cached_batches(
             model, samples, model_desc, device=target, param_dtype=param_dtype, group=group, **options
         )
 
-    ranks = 1 if group is None else group.size()
-    facts = [[_METHOD, model_desc, sample.specs, hardware(target), ranks, param_dtype] for sample in samples]
-    return cache.get_or_measure_all("segments", tuple[SegmentProfile, ...], facts, measure)
+    def lifetime(found: tuple[SegmentProfile, ...]) -> timedelta:
+        return SPOILT if any(each.spread > UNSTABLE for each in found) else LIFETIME
+
+    ranks = layout(group) if group is not None and cache.is_on else []
+    strides = [parameter.stride() for parameter in model.parameters()]
+    facts = [
+        [_METHOD, model_desc, sample.specs, strides, hardware(target), ranks, param_dtype]
+        for sample in samples
+    ]
+    return cache.get_or_measure_all("segments", tuple[SegmentProfile, ...], facts, measure, lifetime)
 
 
 def _of_the_slowest(

@@ -67,6 +67,9 @@ def _frontier(axes: Any, report: PlanReport) -> None:
         for point in frontier.points
         if point.samples_per_second is not None
     ]
-    axes.step(*zip(*points, strict=True), where="post", marker="o", color="#0072B2")
-    axes.plot(report.plan.memory_limit / _GIB, report.plan.samples_per_second, "D", color="#D55E00")
+    if points:
+        axes.step(*zip(*points, strict=True), where="post", marker="o", color="#0072B2")
+    plan = report.plan
+    if plan.predicted.peak_bytes <= plan.memory_limit:
+        axes.plot(plan.memory_limit / _GIB, plan.samples_per_second, "D", color="#D55E00")
     axes.set(xlabel="memory limit of a device, GiB", ylabel="samples/s", ylim=(0, None))

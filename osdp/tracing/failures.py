@@ -3,6 +3,7 @@
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import (
@@ -35,6 +36,10 @@ class UntraceableError(ValueError):
         self.place, self.reason = place, reason
         self.module: str | None = None
         self.alone = False
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # It is raised on the first rank and sent to the others.
+        return type(self), (str(self), self.place, self.reason), vars(self)
 
 
 def forward_failure(error: Exception, sample: Sequence[TensorSpec]) -> ValueError:

@@ -68,15 +68,19 @@ def random_weights(
         left_out: FQNs of modules that are left on ``meta``.
     """
     made: dict[nn.Parameter, nn.Parameter] = {}
+    moved: dict[torch.Tensor, torch.Tensor] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         if any(name == block or name.startswith(f"{block}.") for block in left_out):
             continue
-        for key, parameter in list(module.named_parameters(recurse=False)):
+        # A module may have one tensor by two names.
+        for key, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             if parameter not in made:
                 made[parameter] = _random(key, parameter, device, None if keeps_dtype(module) else dtype)
             setattr(module, key, made[parameter])
-        for key, buffer in list(module.named_buffers(recurse=False)):
-            setattr(module, key, buffer.to(device))
+        for key, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
+            if buffer not in moved:
+                moved[buffer] = buffer.to(device)
+            setattr(module, key, moved[buffer])
 
 
 def cast_inputs(module: nn.Module, dtype: torch.dtype) -> None:
@@ -94,11 +98,15 @@ def cast_inputs(module: nn.Module, dtype: torch.dtype) -> None:
 def _random(
     key: str, parameter: nn.Parameter, device: torch.device, dtype: torch.dtype | None
 ) -> nn.Parameter:
-    """Finite weights that keep activations in range: norm weights are one, biases zero."""
+    """Finite weights that keep activations in range: norm weights are one, biases zero, as are integers."""
     chosen = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
     data = torch.empty_like(parameter, device=device, dtype=chosen, requires_grad=False)
-    if parameter.dim() > 1:
-        data.normal_(0.0, 0.02)
+    if not (chosen.is_floating_point or chosen.is_complex):
+        data.zero_()  # such as indices, for which zero is valid
+    elif parameter.dim() > 1:
+        # Floats of one byte have no random numbers of their own.
+        drawn = data if chosen.itemsize > 1 else torch.empty_like(data, dtype=torch.float32)
+        data.copy_(drawn.normal_(0.0, 0.02))
     else:
         data.fill_(0.0 if "bias" in key else 1.0)
     return nn.Parameter(data, requires_grad=parameter.requires_grad)

@@ -17,14 +17,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from osdp import DeviceInfo, Link, make_plan
 from osdp.hardware.device_info import COLLECTIVES, PointToPointLink
+from osdp.hardware.profile import OptimizerProfile
+from osdp.model.training import Training
 from osdp.options import declared
 from osdp.profiler import cache as cache_module
 from osdp.profiler import optimizer, segments
 from osdp.profiler.cache import DEFAULT_CACHE_DIR, MeasurementCache, user_folder
-from osdp.profiler.links import axis_links
+from osdp.profiler.links import axis_links, machine
 from osdp.profiler.links import detect as collectives
 from osdp.profiler.links.fitting import fit
 from tests.helpers.distributed import run
@@ -325,6 +328,59 @@ def test_a_second_start_in_stages_measures_nothing(tmp_path: Path) -> None:
         {"_measure_single", "measure_stage_link", "profile_batches"} <= set(first) for first, _ in answers
     )
     assert all(second == [] for _, second in answers)
+
+
+def _facts_of(folder: str, machines: tuple[str, str]) -> int:
+    """Measurements of an optimizer's step so far, after one on these machines."""
+    mesh = init_device_mesh("cpu", (2,))
+    with (
+        mock.patch.object(cache_module, "machine_name", lambda: machines[dist.get_rank()]),
+        mock.patch.object(optimizer, "profile_optimizer", lambda *_, **__: OptimizerProfile(1.0, 1.0, 1.0)),
+    ):
+        optimizer.cached_optimizer(Training(), device="cpu", mesh=mesh, cache=MeasurementCache(folder))
+    return len(os.listdir(folder))
+
+
+def _ranks_of_one_machine_and_of_two(folder: str) -> list[int]:
+    both = [_facts_of(folder, ("a", "a")), _facts_of(folder, ("b", "b")), _facts_of(folder, ("a", "b"))]
+    dist.barrier()
+    return both
+
+
+def test_an_optimizer_shares_the_memory_of_a_machine_with_the_ranks_on_it(tmp_path: Path) -> None:
+    """Steps of two ranks, each with a machine's memory for itself, were taken for those of eight of one."""
+    first, _ = run(2, _ranks_of_one_machine_and_of_two, str(tmp_path))
+    assert first == [1, 1, 2]
+
+
+def _ranks_of_a_core(folder: str) -> list[str]:
+    links = tuple(Link(name, "world", 2, 1e-4, 1e9) for name in COLLECTIVES)
+    devices = DeviceInfo(memory_limit=1, devices_per_node=2, links=links, measured=True)
+    calls = _Calls()
+    for cores in ((0,), (dist.get_rank(),), (0,)):
+        with (
+            mock.patch.object(machine, "_cores", lambda cores=cores: cores),
+            calls.counting(collectives, "_measure_groups", devices),
+        ):
+            DeviceInfo.detect("1GiB", cache_dir=folder)
+        calls.names.append("|")
+    return calls.names
+
+
+def test_ranks_that_share_a_core_measure_for_themselves(tmp_path: Path) -> None:
+    """Pinned to cores of their own at the second start, they were still planned for as two of one core."""
+    expected = ["_measure_groups", "|", "_measure_groups", "|", "|"]
+    assert run(2, _ranks_of_a_core, str(tmp_path)) == [expected] * 2
+
+
+def _placement(value: str) -> list[Any]:
+    with mock.patch.dict(os.environ, NCCL_P2P_DISABLE=value):
+        return cache_module.placement(torch.device("cpu"), None)
+
+
+def test_settings_of_transports_count_on_one_host_too() -> None:
+    """NCCL_P2P_DISABLE=1 changes links inside a host severalfold."""
+    assert run(2, _placement, "1") != run(2, _placement, "0")
 
 
 def test_every_door_has_the_same_default() -> None:

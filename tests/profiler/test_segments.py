@@ -1,10 +1,12 @@
 """Measured segments: together they are the whole model, though it never runs."""
 
+import json
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import datetime, timedelta
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -17,7 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.support.memory_oracle import measure_peak
-from osdp.hardware.profile import OptimizerProfile, Profile, SegmentProfile
+from osdp.hardware.profile import OptimizerProfile, PassProfile, Profile, SegmentProfile
 from osdp.model.description import ModelDesc
 from osdp.profiler import segments as segments_module
 from osdp.profiler.block_stubs import OutputTemplate
@@ -448,6 +450,77 @@ def test_a_profile_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert cached_batches(model, [sample], desc, **options) == both[1:]
     cached_batches(model, [sample], desc, **options, param_dtype="bfloat16")
     assert measured[2:] == [[size]]
+
+
+def test_how_weights_lie_in_memory_is_part_of_what_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model in channels_last, which runs other kernels, took the profile of the contiguous one."""
+    model, sample = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()), torch.randn(2, 3, 8, 8)
+    desc = describe(model, sample)
+    calls: list[nn.Module] = []
+    one = SegmentProfile("", PassProfile(1.0, 0, 0), PassProfile(1.0, 0, 0), 0)
+
+    def measure(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        calls.append(model)
+        return [(one,)]
+
+    monkeypatch.setattr(segments_module, "profile_batches", measure)
+    for _ in range(2):
+        cached_batches(model, [sample], desc, cache=MeasurementCache(tmp_path), device="cpu")
+    assert len(calls) == 1
+    model.to(memory_format=torch.channels_last)
+    cached_batches(model, [sample], desc, cache=MeasurementCache(tmp_path), device="cpu")
+    assert len(calls) == 2
+
+
+class Twice(nn.Module):
+    """A weight and a buffer by two names each, and weights that are no floating-point numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+        self.same = self.weight
+        self.register_buffer("scale", torch.ones(4))
+        self.register_buffer("also", self.scale)
+        self.table = nn.Parameter(torch.tensor([[0, 1], [2, 3]]), requires_grad=False)
+        self.packed = nn.Parameter(torch.zeros(2, 2, dtype=torch.uint8), requires_grad=False)
+        self.small = nn.Parameter(torch.ones(2, 2).to(torch.float8_e4m3fn), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x @ self.weight * self.scale @ self.same * self.also
+        x = x[:, self.table.flatten()] + self.packed.sum()
+        return x * self.small.to(x.dtype).mean()
+
+
+def test_tensors_of_two_names_and_weights_of_any_dtype_are_measured() -> None:
+    """The second name stayed without memory; integers and floats of one byte have no random numbers."""
+    desc, profile = _profile(nn.Sequential(nn.Linear(4, 4), Twice()), torch.randn(2, 4))
+    assert len(profile) == len(desc.distinct_segments)
+
+
+@pytest.mark.parametrize(("spread", "minutes", "measured"), [(0.4, 5, 1), (0.4, 15, 2), (0.01, 15, 1)])
+def test_what_noise_has_spoilt_is_measured_again_soon(
+    spread: float, minutes: int, measured: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was kept for 30 days, in which the plan's note said each time to measure again."""
+    model, sample = _mlp()
+    desc = describe(model, sample)
+    one = SegmentProfile("", PassProfile(1.0, 0, 0), PassProfile(1.0, 0, 0), 0, spread=spread)
+    calls: list[int] = []
+
+    def measure(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        return [(one,)]
+
+    monkeypatch.setattr(segments_module, "profile_batches", measure)
+    cached_batches(model, [sample], desc, cache=MeasurementCache(tmp_path), device="cpu")
+    (file,) = tmp_path.iterdir()
+    found = json.loads(file.read_text())
+    made = datetime.fromisoformat(found["made"]) - timedelta(minutes=minutes)
+    file.write_text(json.dumps({**found, "made": made.isoformat()}))
+    cached_batches(model, [sample], desc, cache=MeasurementCache(tmp_path), device="cpu")
+    assert len(calls) == measured
 
 
 @pytest.mark.parametrize("name", ["mlp", "gpt2", "encoder", "keeper"])

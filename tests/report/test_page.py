@@ -10,12 +10,13 @@ import pytest
 import torch
 from torch import nn
 
-from osdp import ModelDesc, Plan, make_plan
+from osdp import InfeasibleError, ModelDesc, Plan, make_plan
 from osdp.cli.main import main
 from osdp.explain.collect import collect
 from osdp.plan.measured import MemoryReport
 from osdp.plan.plan import StagePlan
 from osdp.report.html.page import html_page
+from osdp.report.picture import draw
 from osdp.text import format_bytes
 from tests.explain.conftest import device, planned
 from tests.helpers.browser import look_at, needs_chromium
@@ -37,6 +38,18 @@ CLICK_ALL = """
     shown: document.querySelectorAll('[role="tabpanel"]:not([hidden])').length,
     wide: document.documentElement.scrollWidth - window.innerWidth };
 """
+
+
+def test_the_picture_of_a_plan_that_does_not_fit_is_drawn(
+    planned: Callable[..., Plan], tmp_path: Path
+) -> None:
+    """`InfeasibleError.lowest` is there to be looked at; with no limit that it fits, drawing it failed."""
+    with pytest.raises(InfeasibleError) as caught:
+        planned(fraction=0.05)
+    lowest = caught.value.lowest
+    assert lowest is not None
+    draw(collect(lowest), tmp_path / "plan.svg")
+    assert (tmp_path / "plan.svg").stat().st_size > 1000
 
 
 @needs_chromium

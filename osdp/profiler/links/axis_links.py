@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from datetime import timedelta
 from statistics import median
 
 import torch
@@ -10,10 +11,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from osdp.comm.groups import device_of
-from osdp.hardware.device_info import COLLECTIVES, DeviceInfo, Link, PointToPointLink
-from osdp.profiler.cache import MeasurementCache, placement
-from osdp.profiler.links.fitting import fit
-from osdp.profiler.links.machine import find_ranks_per_core
+from osdp.hardware.device_info import COLLECTIVES, DOUBTFUL_RESIDUAL, DeviceInfo, Link, PointToPointLink
+from osdp.profiler.cache import LIFETIME, SPOILT, MeasurementCache, placement
+from osdp.profiler.links.fitting import NO_GROWTH, fit
+from osdp.profiler.links.machine import available_memory, find_ranks_per_core, ranks_on_this_host
 from osdp.profiler.links.slowdowns import METHOD, measure_slowdowns
 from osdp.profiler.links.timing import time_run
 from osdp.torch_private.distributed import all_gather, reduce_scatter
@@ -39,9 +40,13 @@ def with_stage_link(device: DeviceInfo, mesh: DeviceMesh | None, cache: Measurem
     if device.stage_link is not None or mesh["pp"].size() == 1:
         return device
     where, pipeline = device_of(mesh), mesh["pp"].get_group()
-    facts = [mesh.mesh.tolist(), *placement(where, None)] if cache.is_on else []
+    facts = _facts(device, mesh) if cache.is_on else []
     link = cache.get_or_measure(
-        "stage_link", PointToPointLink, facts, lambda: measure_stage_link(pipeline, where)
+        "stage_link",
+        PointToPointLink,
+        facts,
+        lambda: measure_stage_link(pipeline, where),
+        lambda found: LIFETIME if found.bandwidth < NO_GROWTH else timedelta(0),
     )
     slowdowns = device.slowdowns
     if device.ranks_per_core == 1 and not slowdowns:
@@ -56,11 +61,26 @@ def with_tensor_links(device: DeviceInfo, mesh: DeviceMesh | None, cache: Measur
     if device.tensor_links or mesh is None or mesh["tp"].size() == 1:
         return device
     where, group = device_of(mesh), mesh["tp"].get_group()
-    facts = [mesh.mesh.tolist(), *placement(where, None)] if cache.is_on else []
     links = cache.get_or_measure(
-        "tensor_links", tuple[Link, ...], facts, lambda: measure_tensor_links(group, where)
+        "tensor_links",
+        tuple[Link, ...],
+        _facts(device, mesh) if cache.is_on else [],
+        lambda: measure_tensor_links(group, where),
+        _lifetime,
     )
     return replace(device, tensor_links=links)
+
+
+def _facts(device: DeviceInfo, mesh: DeviceMesh) -> list[object]:
+    """What links of an axis depend on; all ranks of the mesh call it."""
+    return [mesh.mesh.tolist(), device.ranks_per_core, *placement(device_of(mesh), None)]
+
+
+def _lifetime(links: Sequence[Link]) -> timedelta:
+    """How long they may be kept: not at all if times did not grow, and not for long if they fit no line."""
+    if any(link.bandwidth >= NO_GROWTH for link in links):
+        return timedelta(0)
+    return SPOILT if any(link.residual > DOUBTFUL_RESIDUAL for link in links) else LIFETIME
 
 
 def measure_stage_link(group: dist.ProcessGroup, device: torch.device) -> PointToPointLink:
@@ -72,7 +92,8 @@ def measure_stage_link(group: dist.ProcessGroup, device: torch.device) -> PointT
     sizes, seconds = _measure(
         lambda nbytes: _make_message(nbytes, group, device), _MESSAGES, _MESSAGE_REPEATS, group, device
     )
-    bandwidth = (sizes[-1] - sizes[0]) / max(seconds[-1] - seconds[0], 1e-9)
+    grown = seconds[-1] - seconds[0]
+    bandwidth = (sizes[-1] - sizes[0]) / grown if grown > 0 else NO_GROWTH
     return PointToPointLink(max(seconds[0] - sizes[0] / bandwidth, 0.0), bandwidth)
 
 
@@ -87,19 +108,29 @@ def measure_tensor_links(group: dist.ProcessGroup, device: torch.device) -> tupl
 
 
 def _agree_on_device(device: DeviceInfo, mesh: DeviceMesh) -> DeviceInfo:
-    """The device info with the lowest memory limit of any stage and, if it is measured, all ranks of a core.
+    """The device info with the lowest memory limit of any stage and, if it is measured, all ranks of a host.
 
-    Each stage has measured with its own ranks alone, beside which those of the others compute.
+    Each stage has measured with its own ranks alone, beside which those of the others compute, and among
+    which it has divided the memory of the host.
     """
     where, groups = device_of(mesh), [mesh.get_group(axis) for axis in mesh.mesh_dim_names or ()]
-    counted = round(find_ranks_per_core(where, groups)) if device.measured else 1
-    own = [device.memory_limit, -max(counted, device.ranks_per_core)]  # negative: one MIN serves both
+    counted, host = 1, device.host
+    memory = 0 if host is None else host.memory
+    if device.measured:
+        counted, sharing = round(find_ranks_per_core(where, groups)), ranks_on_this_host(groups)
+        memory = available_memory(torch.device("cpu"), sharing) if host is not None else 0
+    own = [device.memory_limit, -max(counted, device.ranks_per_core), memory]  # negative: MIN serves all
     least = torch.tensor(own, dtype=torch.int64, device=where)
     for group in groups:
         dist.all_reduce(least, op=dist.ReduceOp.MIN, group=group)
-    memory_limit, ranks_per_core = int(least[0]), -int(least[1])
-    contention = max(1.0, device.contention * device.ranks_per_core / ranks_per_core)
-    return replace(device, memory_limit=memory_limit, ranks_per_core=ranks_per_core, contention=contention)
+    memory_limit, ranks_per_core, memory = int(least[0]), -int(least[1]), int(least[2])
+    return replace(
+        device,
+        memory_limit=memory_limit,
+        ranks_per_core=ranks_per_core,
+        contention=max(1.0, device.contention * device.ranks_per_core / ranks_per_core),
+        host=None if host is None else replace(host, memory=memory),
+    )
 
 
 def _measure(

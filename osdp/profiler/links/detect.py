@@ -30,7 +30,7 @@ from osdp.comm.groups import Grid, Meshes, device_of
 from osdp.comm.objects import broadcast_object, gather_objects, is_first
 from osdp.hardware.device_info import DOUBTFUL_RESIDUAL, FOREIGN_LOAD, DeviceInfo, Link
 from osdp.plan.sharding import Route
-from osdp.profiler.cache import LIFETIME, MeasurementCache, placement
+from osdp.profiler.cache import LIFETIME, SPOILT, MeasurementCache, placement
 from osdp.profiler.links.fitting import NO_GROWTH, fit_links, with_mixed_route, without_parameters
 from osdp.profiler.links.fsdp_probe import UNITS, Probe, StepTimes, UnitTimes, measure_parameters
 from osdp.profiler.links.machine import (
@@ -119,7 +119,11 @@ def detect(
         _check_sizes(group_sizes, sizes, size)
     found = cache_dir if isinstance(cache_dir, MeasurementCache) else MeasurementCache(cache_dir, group)
     if found.is_on:
-        facts += hardware(where) if world is None else placement(where, group)
+        if world is None:
+            # Without ranks nothing is known of their hooks.
+            facts += [*hardware(where), alone and where.type != "cpu"]
+        else:
+            facts += [*placement(where, group), find_ranks_per_core(where, [world.get_group()])]
 
     def measure() -> DeviceInfo:
         if world is None:
@@ -238,7 +242,7 @@ def _lifetime(info: DeviceInfo) -> timedelta:
     """How long it may be kept: doubtful measurements for the other starts of the same job alone."""
     if any(link.bandwidth >= NO_GROWTH for link in info.links):
         return timedelta(0)
-    return timedelta(minutes=10) if info.doubts else LIFETIME
+    return SPOILT if info.doubts else LIFETIME
 
 
 def with_memory(info: DeviceInfo, limit: int, where: torch.device, world: DeviceMesh | None) -> DeviceInfo:

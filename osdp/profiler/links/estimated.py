@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from osdp.allocator import keep_freed_memory
 from osdp.comm.objects import broadcast_object
 from osdp.hardware.device_info import DeviceInfo, Link
+from osdp.nn.random_states import preserve_random_states
 from osdp.profiler.links.detect import resolve_shape, resolve_where, with_memory, world_mesh
 from osdp.profiler.links.fitting import fit
 from osdp.profiler.links.machine import (
@@ -60,11 +61,9 @@ def estimate_devices(memory_limit: str | int | None, *, mesh: DeviceMesh | None)
         keep_freed_memory()
     links = () if mesh.size() == 1 else _time_links(group, mesh.size(), where)
     limit = available_memory(where, per_node) if memory_limit is None else parse_bytes(memory_limit)
-    speeds = torch.tensor(
-        [measure_flops(where), measure_copy(where, group, within=limit / 2)],
-        dtype=torch.float64,
-        device=where,
-    )
+    with preserve_random_states(where):
+        own = [measure_flops(where), measure_copy(where, group, within=limit / 2)]
+    speeds = torch.tensor(own, dtype=torch.float64, device=where)
     dist.all_reduce(speeds, op=dist.ReduceOp.MIN, group=group)
     flops, copy = speeds.tolist()
     info = DeviceInfo(

@@ -5,7 +5,7 @@ import os
 import platform
 import socket
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -22,6 +22,14 @@ _MEMINFO = Path("/proc/meminfo")
 _CPUINFO = Path("/proc/cpuinfo")
 #: Quota and period of the control group, in microseconds of CPU time (cgroup v2).
 _CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
+#: The control groups of this process, and where they are mounted.
+_CGROUPS, _CGROUP_MOUNT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
+#: Files of a control group: its limit, what it uses, and the field of ``memory.stat`` that the kernel takes
+#: back first (cgroup v2 and v1).
+_CGROUP_FILES = (
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
 #: What names a running machine, and one of its network namespaces, better than a host name.
 _BOOT, _NETWORK = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/net")
 #: Bytes of the tensors copied to measure memory bandwidth: larger than caches.
@@ -55,6 +63,11 @@ def hardware(device: torch.device) -> tuple[str | int, ...]:
         backends.cuda.flash_sdp_enabled(),
         backends.cuda.mem_efficient_sdp_enabled(),
         backends.cuda.cudnn_sdp_enabled(),
+        backends.cuda.math_sdp_enabled(),
+        backends.cudnn.enabled,
+        backends.cudnn.benchmark,
+        backends.cudnn.deterministic,
+        backends.mkldnn.enabled,
     )
 
 
@@ -75,7 +88,8 @@ def _cores() -> tuple[int, ...]:
 def available_memory(device: torch.device, devices_per_node: int, meminfo: Path = _MEMINFO) -> int:
     """Bytes that a process may use on ``device``.
 
-    An accelerator's total memory; on CPU the machine's available memory, divided among its ranks.
+    An accelerator's total memory; on CPU what is available of the machine's memory, and of what the control
+    groups of this process may use (those of a container or of a job), divided among the machine's ranks.
 
     Raises:
         ValueError: It cannot be determined on this system.
@@ -85,10 +99,48 @@ def available_memory(device: torch.device, devices_per_node: int, meminfo: Path 
     if device.type == "cpu" and meminfo.exists():
         for line in meminfo.read_text(encoding="utf8").splitlines():
             if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024 // devices_per_node
+                available = int(line.split()[1]) * 1024
+                left = memory_left_by_control_groups()
+                return max(1, min(available, available if left is None else left) // devices_per_node)
     raise ValueError(
         f"the memory of a {device.type} device cannot be determined here; give memory_limit='8GiB' or so"
     )
+
+
+def memory_left_by_control_groups(cgroups: Path = _CGROUPS, mount: Path = _CGROUP_MOUNT) -> int | None:
+    """Bytes that this process may use before one of its control groups is full; ``None`` without a limit.
+
+    The kernel kills a process of a full group, however much memory the machine has.
+    """
+    found = [_left_in(folder) for folder in _control_groups(cgroups, mount)]
+    return min((left for left in found if left is not None), default=None)
+
+
+def _control_groups(cgroups: Path, mount: Path) -> Iterator[Path]:
+    """Folders of the process's control groups that account memory, with those that they are in."""
+    if not cgroups.exists():
+        return
+    for line in cgroups.read_text(encoding="utf8").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        root = mount / "memory" if controllers else mount
+        folder = root / path.lstrip("/")
+        # In a container the path may be that of the host, of which only the container's group is mounted.
+        yield from (each for each in (folder, *folder.parents) if each.is_relative_to(root))
+
+
+def _left_in(folder: Path) -> int | None:
+    for limit, used, unneeded in _CGROUP_FILES:
+        try:
+            text = (folder / limit).read_text(encoding="utf8").strip()
+            if text == "max":
+                continue
+            stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+            return max(0, int(text) - int((folder / used).read_text()) + int(stat.get(unneeded, 0)))
+        except (OSError, ValueError):  # no such group, or no such file in this version
+            continue
+    return None
 
 
 def measure_flops(device: torch.device, dtype: torch.dtype = torch.float32) -> float:
@@ -181,6 +233,18 @@ def find_ranks_per_core(device: torch.device, groups: Iterable[dist.ProcessGroup
     for group in groups:
         shares = [found for part in gather_objects(shares, group) for found in part]
     return ranks_per_core([found for found in shares if found is not None])
+
+
+def ranks_on_this_host(groups: Iterable[dist.ProcessGroup]) -> int:
+    """Number of ranks with this rank's host name.
+
+    Args:
+        groups: A group that holds all ranks, or one for each axis of their mesh.
+    """
+    names = [socket.gethostname()]
+    for group in groups:
+        names = [found for part in gather_objects(names, group) for found in part]
+    return names.count(socket.gethostname())
 
 
 def ranks_per_core(shares: Sequence[CoreShare]) -> float:

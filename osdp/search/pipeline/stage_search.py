@@ -424,5 +424,5 @@ class StageSearch:
             peaks=peaks,
             bubble=outcome.bubble,
             optimal=optimal,
-            notes=(*notes, *self._device.doubts),
+            notes=(*notes, *self._device.doubts, *self._profile.doubts, *self._whole.doubts),
         )

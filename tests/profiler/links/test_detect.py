@@ -4,6 +4,7 @@ import math
 import os
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -181,6 +182,45 @@ def test_memory_is_what_is_free_divided_among_ranks(tmp_path: Path) -> None:
     assert machine.available_memory(torch.device("cpu"), 2, meminfo) == 16 * 1024
     with pytest.raises(ValueError, match=r"give memory_limit='8GiB'"):
         machine.available_memory(torch.device("cpu"), 2, tmp_path / "nothing")
+
+
+def test_a_control_group_is_full_before_the_machine_is(tmp_path: Path) -> None:
+    """A job that was given 64 GiB of a machine of 1 TiB planned for all of it, and was killed."""
+    cgroups, mount = tmp_path / "cgroup", tmp_path / "mount"
+    left = partial(machine.memory_left_by_control_groups, cgroups, mount)
+    assert left() is None
+    step = mount / "job" / "step"
+    step.mkdir(parents=True)
+    cgroups.write_text("3:cpu:/elsewhere\n0::/job/step\n")
+    assert left() is None
+    for folder, limit in ((step, "max"), (step.parent, "1000")):
+        (folder / "memory.max").write_text(f"{limit}\n")
+        (folder / "memory.current").write_text("700\n")
+        (folder / "memory.stat").write_text("anon 500\ninactive_file 150\n")
+    assert left() == 1000 - 700 + 150
+    # The first version, in a container that sees its own group as the root.
+    cgroups.write_text("4:cpu,memory:/docker/0123\n")
+    root = mount / "memory"
+    root.mkdir()
+    (root / "memory.limit_in_bytes").write_text("400\n")
+    (root / "memory.usage_in_bytes").write_text("500\n")
+    (root / "memory.stat").write_text("total_inactive_file 0\n")
+    assert left() == 0
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemAvailable:   32 kB\n")
+    with mock.patch.object(machine, "memory_left_by_control_groups", lambda: 10 * 1024):
+        assert machine.available_memory(torch.device("cpu"), 2, meminfo) == 5 * 1024
+
+
+def draws_before_and_after_detection() -> list[bool]:
+    before = torch.get_rng_state()
+    DeviceInfo.detect("1GiB", sizes=FEW, repeats=2, seconds=0.2, cache_dir=None)
+    return [torch.equal(before, torch.get_rng_state())]
+
+
+def test_measuring_draws_none_of_the_users_random_numbers() -> None:
+    """A first start, which measures, and a second one trained with other dropout masks under one seed."""
+    assert run(2, draws_before_and_after_detection) == [[True]] * 2
 
 
 @pytest.mark.parametrize(
