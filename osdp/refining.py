@@ -10,7 +10,8 @@ plan that turns out slower than the one before is left again.
 
 import logging
 import math
-from collections.abc import Hashable, Sequence
+import weakref
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import replace
 from statistics import fmean, median, mode
 from typing import Protocol
@@ -34,6 +35,7 @@ from osdp.refine.measurement import CollectiveTime, StepMeasurement, StretchTime
 from osdp.refine.next_plan import LEAST_GAIN, NextPlan, next_plan
 from osdp.refine.refinement import Refinement
 from osdp.refine.stretches import stretches_of
+from osdp.runtime.microbatch import shape_of_sample
 from osdp.runtime.optimizer.check import OptimizerCheck
 from osdp.runtime.ranks.agreement import check_together
 from osdp.runtime.ranks.control import Control
@@ -183,7 +185,9 @@ class Refiner:
         self, model: Refinable, optimizers: Sequence[Optimizer], steps: int | None, *, keeps: bool
     ) -> None:
         self.result: Refinement | None = None
-        self._model, self._optimizers, self._steps_left, self._keeps = model, optimizers, steps, keeps
+        self._model, self._steps_left, self._keeps = model, steps, keeps
+        #: Those that are followed; a training may drop one and go on with another.
+        self._followed: list[weakref.ref[Optimizer]] = []
         #: The plan that it knows the model to run under.
         self._plan = self._first_plan = model.plan
         self._thought = basis_of(model.plan)
@@ -193,6 +197,8 @@ class Refiner:
         #: Plans that fit, and the seconds of their steps, of one batch.
         self._measured: list[tuple[Plan, float]] = []
         self._batch = (0, 0)
+        #: Whether parameters have hooks of the user's on any rank.
+        self._has_hooks = False
         #: Samples of the largest microbatch that was planned for or seen.
         self._most = model.plan.local_batch
         self._seconds_before = 0.0
@@ -205,8 +211,14 @@ class Refiner:
             self._follow(optimizers)
 
     def _follow(self, optimizers: Sequence[Optimizer]) -> None:
-        self._optimizers = optimizers
+        self._followed = [weakref.ref(each) for each in optimizers]
         self._counter = optimizers[0].register_step_post_hook(self._count)
+
+    @property
+    def _optimizers(self) -> list[Optimizer]:
+        """Those that are followed; none if the one that marks the steps is gone."""
+        living = [each for reference in self._followed if (each := reference()) is not None]
+        return living if self._followed and self._followed[0]() is not None else []
 
     def _count(self, *_: object) -> None:
         self._steps += 1
@@ -228,6 +240,7 @@ class Refiner:
             if self.result is not None:
                 return
         if not self._optimizers:
+            self.pause()
             self._look_for_optimizers()
             return
         settled = self._steps - self._steps_at_start >= SETTLING
@@ -253,7 +266,11 @@ class Refiner:
         """What has to come before the model is between two steps; ``None`` if it is."""
         if self._model._optimizer_check.is_in_step:
             return _IN_STEP
-        return self._model._applied.sharded.waiting_for
+        sharded = self._model._applied.sharded
+        if sharded.gathering.keys() - sharded.ever_stepped:
+            # It is not known, and what it has kept since it was made would stay with the plan before.
+            return "gradients are gathered for an optimizer that has not stepped yet"
+        return sharded.waiting_for
 
     def _tell_of(self, waiting_for: str) -> None:
         """Say once what plans are not refined for."""
@@ -278,7 +295,7 @@ class Refiner:
         self.pause()
         if self._counter is not None:
             self._counter.remove()
-        self._optimizers = ()
+        self._followed.clear()
         self._measured.clear()
 
     def _begin_again(self) -> None:
@@ -290,6 +307,10 @@ class Refiner:
             self._basis, self._known = basis_of(self._plan), frozenset()
         except ValueError as error:
             self._end(self._seconds_before, f"the model was switched by hand, and is not timed: {error}")
+            return
+        # Its batch, and so its segments, may be others.
+        self._thought, self._first_plan = self._basis, self._plan
+        self._batch, self._seconds_before = (0, 0), 0.0
 
     def _look_for_optimizers(self) -> None:
         """Follow those that have stepped; say so once if none does."""
@@ -297,7 +318,8 @@ class Refiner:
         found = self._model._optimizer_check.optimizers
         if found:
             # The first step is what has made them known.
-            self._steps = 1
+            self._steps += 1
+            self._steps_at_start = self._steps - 1
             self._follow(found)
         elif self._forwards == _PATIENCE and is_first():
             logger.warning(
@@ -311,12 +333,22 @@ class Refiner:
         trained = [each for each in self._model._applied.stored_parameters() if each.requires_grad]
         # What the optimizer does decides how much memory plans have to leave.
         plan = replace(plan, training=as_stepped(plan.training, self._optimizers, trained))
-        control = Control.over(self._model._applied.mesh)
-        everyone = [recorded] if control is None else control.gather(recorded, "the refinement of the plan")
-        if not self._again and any(len({step.batch for step in steps}) > 1 for steps in everyone):
+        control, sharded = Control.over(self._model._applied.mesh), self._model._applied.sharded
+        found = [(recorded, sharded.has_users_hooks)]
+        if control is not None:
+            sharded.meet("the refinement of the plan")
+            found = control.gather(found[0], "the refinement of the plan")
+        everyone, self._has_hooks = [steps for steps, _ in found], any(hooked for _, hooked in found)
+        shapes = {shape for steps in everyone for step in steps for shape in step.shapes}
+        if not self._again and (
+            len(shapes) > 1 or any(len({step.batch for step in steps}) > 1 for steps in everyone)
+        ):
             self._again, self._steps_at_start = True, self._steps - SETTLING
             return
         self._again = False
+        if (fault := _shape_fault(shapes, plan)) is not None:
+            self._end(max(median(step.seconds for step in steps) for steps in everyone), fault)
+            return
         profile = self._basis.profile_at(plan.local_batch)
         measured = combined(everyone, plan, profile, follows_plan=self._follows_plan)
         seconds = max(median(step.seconds for step in steps) for steps in everyone)
@@ -350,10 +382,14 @@ class Refiner:
             except Exception as error:  # whatever it is, the training goes on
                 return f"plans cannot be searched: {type(error).__name__}: {error}"
 
-        found = on_first_rank(search, group)
-        if isinstance(found, str):
-            self._end(seconds, found)
-            return
+        other = on_first_rank(search, group)
+        if isinstance(other, str):
+            self._end(seconds, other)
+        else:
+            self._take(other, seconds)
+
+    def _take(self, found: NextPlan, seconds: float) -> None:
+        """Go on under what was found, or end."""
         self._basis, self._known = found.basis, found.known_links
         tried = any(runs_as(found.plan) == runs_as(other) for other, _ in self._measured)
         is_last = self._round >= ROUNDS
@@ -371,6 +407,13 @@ class Refiner:
 
     def _switch(self, plan: Plan, seconds: float) -> bool:
         """Switch to ``plan``, or end; whether it was done."""
+        if self._has_hooks:
+            self._end(
+                seconds,
+                "parameters have hooks of yours, which may know them by identity, and a switch makes others: "
+                "the plan is kept; model.switch(plan, optimizers) goes on under another",
+            )
+            return False
         # Some may not have stepped when the first were found.
         stepped = self._model._optimizer_check.optimizers
         others = [each for each in stepped if all(each is not mine for mine in self._optimizers)]
@@ -403,6 +446,17 @@ class Refiner:
         )
         if is_first():
             logger.info("%s", self.result)
+
+
+def _shape_fault(shapes: Collection[tuple[int, ...]], plan: Plan) -> str | None:
+    """Why steps of samples of these shapes say nothing of a plan; ``None`` if they do."""
+    planned = {shape_of_sample(shape, plan.local_batch) for shape in plan.batch_shapes}
+    if len(shapes) > 1:
+        return f"samples of {len(shapes)} shapes were seen, whose times do not compare: plan with a BatchMix"
+    if planned and set(shapes) - planned:
+        seen, expected = (" and ".join(map(str, sorted(each))) for each in (shapes, planned))
+        return f"samples have shape {seen}, and the plan was made for {expected}: plan with such a batch"
+    return None
 
 
 def runs_as(plan: Plan) -> Hashable:

@@ -89,8 +89,9 @@ class OSDP(Stepped, Wrapped, PlannedModule, nn.Module):
     (:class:`osdp.integrations.fsdp_arguments.FSDPArguments`), so that a call keeps those it had.
 
     An exception in forward or backward leaves it ready for the next step. After a failed backward all
-    gradients are dropped, since those of some operators are missing. The first step of an optimizer that
-    keeps other state than the plan's ``training`` raises :class:`PlanMismatchError`.
+    gradients are dropped, since those of some operators are missing. The first step of an optimizer of
+    ``torch.optim`` that keeps more state than there is room for raises :class:`PlanMismatchError`; one that
+    is not known, or keeps less than was planned, is warned about.
 
     Args:
         model: The plain model; changed in place. May be built on ``meta``.
@@ -519,9 +520,11 @@ class OSDP(Stepped, Wrapped, PlannedModule, nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         """As under FSDP2, which leaves the model itself: its forward reads what is set here."""
         module = self.__dict__.get("module")
-        if module is None or name in self.__dict__ or hasattr(type(self), name):
+        is_own = module is None or name in self.__dict__ or hasattr(type(self), name)
+        if is_own:
             super().__setattr__(name, value)
-        else:
+        # Who restores the mode of each of modules(), as Lightning does, finds the wrapper and children.
+        if module is not None and (not is_own or name == "training"):
             setattr(module, name, value)
 
     def apply(self, fn: Callable[[nn.Module], None]) -> "OSDP":

@@ -1,6 +1,8 @@
 """A model refines its plan while it trains, as if nothing had happened; and what refuses to."""
 
+import gc
 import logging
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -201,6 +203,8 @@ def switched_by_hand_while_it_refines(recorded: int, by_hand: bool) -> str:
                 assert abs(own.item() - loss) < 1e-9
         stepped.step()
     assert model.refinement is not None and model.refinement.switches == 0
+    assert by_hand or model.refinement.before == other
+    assert str(model.refinement)
     return model.refinement.reason
 
 
@@ -426,6 +430,131 @@ def test_steps_between_which_the_batch_grew_are_recorded_again() -> None:
     """The time of a step was half of small and half of large batches, and another plan looked slower."""
     first, second = run(2, has_batches_of_two_sizes)
     assert first == second >= 1
+
+
+def evaluates_more_on_one_rank() -> None:
+    """Under a plan that shards, from the first step on."""
+    desc, device, profile = planned()
+    plan = make_plan(None, desc, device, training=TRAINING, profile=profile, strategy="FULL_SHARD")
+    model = OSDP(net(), plan=plan, refine=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for index in range(20):
+        step_on(model, optimizer, index, PLANNED)
+        for _ in range(2 - dist.get_rank()):
+            with torch.no_grad():
+                model(batch_of(5, PLANNED))
+    step_on(model, optimizer, 20, PLANNED)  # all ranks meet in a forward
+    assert model.refinement is not None
+
+
+def test_one_rank_may_evaluate_more_before_the_ranks_decide() -> None:
+    """The other waited to compare their steps, by another message than the evaluation's, and gloo broke."""
+    run(2, evaluates_more_on_one_rank)
+
+
+def steps_by_hooks() -> str:
+    """As in torch's tutorial: an optimizer of each parameter, known by it, in a hook."""
+    model = made(refine=True)
+    optimizers = {parameter: torch.optim.AdamW([parameter], lr=1e-3) for parameter in model.parameters()}
+
+    def step(parameter: nn.Parameter) -> None:
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(step)
+    for index in range(30):
+        loss_of(model(batch_of(10 * index + dist.get_rank(), SEEN))).backward()
+    assert model.refinement is not None and model.refinement.switches == 0
+    return model.refinement.reason
+
+
+def test_parameters_that_hooks_know_are_not_exchanged() -> None:
+    """A switch made other parameters, and the first hook after it found none of them in its dictionary."""
+    for reason in run(2, steps_by_hooks):
+        assert reason.startswith("parameters have hooks of yours")
+
+
+class Sequences(nn.Module):
+    """Takes sequences of any length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = net()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.inner(x)
+        return y
+
+
+def has_longer_sequences(first: int) -> str:
+    """As many samples, but four times as long from step ``first`` on."""
+
+    def batch(index: int, length: int) -> torch.Tensor:
+        return batch_of(index, PLANNED * length).view(PLANNED, length, WIDTH)
+
+    desc = ModelDesc.from_module(Sequences().double(), batch(0, 1), loss_fn=loss_of)
+    device = known_device()
+    profile = estimate(desc, device, TRAINING)
+    model = OSDP(
+        Sequences().double(), desc, device, training=TRAINING, profile=profile, loss_fn=loss_of, refine=True
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for index in range(30):
+        optimizer.zero_grad()
+        loss_of(model(batch(index, 4 if index >= first else 1))).backward()
+        optimizer.step()
+    assert model.refinement is not None and model.refinement.switches == 0
+    return model.refinement.reason
+
+
+@pytest.mark.parametrize("first", [0, SETTLING + 2])
+def test_samples_of_another_shape_say_nothing_of_the_plan(first: int) -> None:
+    """Longer sequences looked like a slower plan, or like slower layers under the memory of short ones."""
+    for reason in run(2, has_longer_sequences, first):
+        assert reason.startswith("samples have shape (4, 64), and the plan was made for (1, 64)")
+
+
+def exchanges_its_optimizer() -> None:
+    model = made(refine=True)
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    first = weakref.ref(optimizer)
+    for index in range(4):
+        step_on(model, optimizer, index, PLANNED)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    gc.collect()
+    assert first() is None
+    before = model.memory_report().step_seconds
+    for index in range(20):
+        step_on(model, optimizer, index, PLANNED)
+    assert model.refinement is not None
+    assert model.memory_report().step_seconds != before
+    model.refine(optimizer)
+
+
+def test_an_optimizer_that_is_exchanged_is_followed_by_the_next() -> None:
+    """The first was held for ever, and neither refining nor the report of steps went on."""
+    run(2, exchanges_its_optimizer)
+
+
+def waits_for_a_second_optimizer() -> None:
+    """One with states from its beginning that steps every 8 steps."""
+    model = made(refine=True)
+    body = torch.optim.AdamW(model.module[:2].parameters(), lr=1e-3)
+    head = torch.optim.Adagrad(model.module[2:].parameters(), lr=1e-3)
+    for index in range(100):
+        loss_of(model(batch_of(10 * index + dist.get_rank(), SEEN))).backward()
+        body.step()
+        body.zero_grad()
+        if index % 8 == 7:
+            head.step()
+            head.zero_grad()
+    assert model.refinement is not None
+
+
+def test_an_optimizer_that_has_not_stepped_yet_is_waited_for() -> None:
+    """A switch left it with the parameters of the plan before, and its first step raised."""
+    run(2, waits_for_a_second_optimizer)
 
 
 def marks_two_forwards_of_one_backward() -> tuple[list[Any], list[Any]]:

@@ -213,8 +213,45 @@ def refuses_another_training() -> None:
         OSDP(Configured(gated=False), plan=plan, training=Training(optimizer="SGD"))
 
 
+def mode_is_set_by_attribute() -> None:
+    """As Lightning restores the modes after a validation."""
+    model = wrapped()
+    model.eval()
+    assert not model.module.training
+    for module in model.modules():
+        module.training = True
+    assert model.module.training and model.training and model.blocks[0].training
+
+
+def takes_states_of_a_plain_optimizer() -> None:
+    """Whole states, the same on all ranks, into an optimizer over shards, before its first step and later."""
+    torch.manual_seed(7)
+    plain = Configured(gated=False)
+    reference = torch.optim.AdamW(plain.parameters(), lr=0.05)
+    layouts = {layout: wrapped(layout) for layout in LAYOUTS}
+    optimizers = {layout: torch.optim.AdamW(model.parameters(), lr=0.05) for layout, model in layouts.items()}
+    for step in range(4):
+        if step in (1, 3):
+            for layout, model in layouts.items():
+                model.load_state_dict(plain.state_dict())
+                optimizers[layout].load_state_dict(copy.deepcopy(reference.state_dict()))
+        for model, optimizer in (
+            (plain, reference),
+            *((layouts[each], optimizers[each]) for each in LAYOUTS),
+        ):
+            optimizer.zero_grad()
+            batch = tokens(step, 2, 6)  # the same on all ranks
+            loss_of(model(batch), batch).backward()
+            optimizer.step()
+    for layout, model in layouts.items():
+        for name, parameter in model.named_parameters():
+            assert difference(whole(parameter), plain.get_parameter(name)) < 1e-5, (layout, name)
+
+
 CHECKS = (
     looks_like_the_model,
+    mode_is_set_by_attribute,
+    takes_states_of_a_plain_optimizer,
     parameters_are_the_stored_ones_in_between,
     recovers_clips_and_keeps,
     refuses,

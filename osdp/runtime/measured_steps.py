@@ -45,7 +45,7 @@ class MeasuredSteps:
 
     def note(self, optimizer: Optimizer) -> None:
         """Note that ``optimizer`` has stepped; of several the first one marks the steps."""
-        if self._optimizer is None:
+        if self._optimizer is None or self._optimizer() is None:  # another may have been made since
             self._optimizer = weakref.ref(optimizer)
         if self._optimizer() is not optimizer:
             return

@@ -91,6 +91,11 @@ def batch_shape(inputs: Any) -> tuple[int, ...]:
     return tuple(max(tensors, key=lambda tensor: tensor.numel()).shape) if tensors else ()
 
 
+def shape_of_sample(shape: tuple[int, ...], samples: int) -> tuple[int, ...]:
+    """The shape of a batch's tensor without its samples, where these are dim 0."""
+    return shape[1:] if shape[:1] == (samples,) else shape
+
+
 def _has_batch(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and leaf.dim() > 0
 

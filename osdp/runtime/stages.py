@@ -13,6 +13,7 @@ from torch import nn
 
 from osdp.model.dataflow import Transfer
 from osdp.runtime.pipeline.channels import Channel
+from osdp.runtime.pipeline.gradient_factor import GradientFactor
 from osdp.runtime.pipeline.tied_parameters import TiedCopies
 
 
@@ -151,12 +152,14 @@ class StageLinks:
         tensor_group: The tensor-parallel ranks; ``None`` if there is one.
         tied: Copies of parameters that other stages hold too.
         channels: Communicators between stages, where a backend needs several.
+        factor: What the gradients of this rank's stages are scaled by.
     """
 
     stage_group: dist.ProcessGroup | None = None
     tensor_group: dist.ProcessGroup | None = None
     tied: Sequence[TiedCopies] = ()
     channels: Mapping[Channel, dist.ProcessGroup] = field(default_factory=dict)
+    factor: GradientFactor = field(default_factory=GradientFactor)
 
     @property
     def owners(self) -> dict[str, str]:

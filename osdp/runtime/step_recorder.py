@@ -22,7 +22,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from osdp.runtime.microbatch import num_samples
+from osdp.runtime.microbatch import batch_shape, num_samples, shape_of_sample
 from osdp.runtime.module.outputs import tensors_with_grad
 from osdp.runtime.ranks.participants import GATHER
 from osdp.runtime.sharding.sharded_model import ShardedModel
@@ -42,6 +42,7 @@ class RecordedStep:
 
     Attributes:
         samples: Samples of a forward.
+        shapes: Shapes of the largest tensors of forwards, without their samples.
         forwards: Forwards with gradients.
         scheduled: Microbatches that ``train_step`` cut the batch into; 0 in a loop of one's own.
         reductions: Backwards that reduced gradients.
@@ -56,6 +57,7 @@ class RecordedStep:
     """
 
     samples: int = 0
+    shapes: set[tuple[int, ...]] = field(default_factory=set)
     forwards: int = 0
     scheduled: int = 0
     reductions: int = 0
@@ -167,7 +169,9 @@ class StepRecorder:
             return
         self._runs_backward = False
         self._num_forwards += 1
-        self._now.samples = max(self._now.samples, num_samples((args, kwargs)))
+        samples = num_samples((args, kwargs))
+        self._now.samples = max(self._now.samples, samples)
+        self._now.shapes.add(shape_of_sample(batch_shape((args, kwargs)), samples))
         self._begin_pass()
 
     def _begin_pass(self) -> None:

@@ -1,5 +1,6 @@
 """Training, evaluation, prediction and generation steps, for a whole model and for one in stages."""
 
+import math
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from osdp.runtime.losses import LossFn
 from osdp.runtime.microbatch import Microbatch, split
 from osdp.runtime.pipeline.engine import Pipeline, ReductionPolicy
 from osdp.runtime.pipeline.generation import Generation, Sampling, Sequences
+from osdp.runtime.pipeline.gradient_factor import differ
 from osdp.runtime.pipeline.messenger import MessageSpecs
 from osdp.runtime.running import RunningModel
 from osdp.runtime.token_slices.kv_prefix import KeyValues
@@ -76,10 +78,16 @@ class StepRunner:
         # Data-parallel reduction has averaged the sums over ranks: multiplied by the number of ranks and
         # divided by the count they are the mean. With a count of 0 gradients are zero.
         self._scale_gradients(torch.where(count > 0, self._data_group.size() / count, 0.0))
+        if self._stage_group is not None and self._stage_group.size() > 1:
+            self._running.links.factor.note(self._running.stored_parameters())
         return (total / count).float()
 
     def _has_gradients(self) -> bool:
-        """Whether any rank has a gradient that is not zero; those that are zero are dropped."""
+        """Whether any rank has a gradient that is not zero; those that are zero are dropped.
+
+        Raises:
+            RuntimeError: Stages have scaled their gradients by factors of their own.
+        """
         parameters = [p for p in self._running.stored_parameters() if p.grad is not None]
         stages = self._stage_group
         alone = stages is None or stages.size() == 1
@@ -87,13 +95,22 @@ class StepRunner:
             return False
         gradients = (p.grad for p in parameters if p.grad is not None)
         local = (grad.to_local() if isinstance(grad, DTensor) else grad for grad in gradients)
-        found = torch.tensor(float(any(bool(grad.any()) for grad in local)), device=self._device)
+        factor = self._running.links.factor.value
+        least, most = (-math.inf, -math.inf) if factor is None else (-factor, factor)
+        found = torch.tensor([any(bool(grad.any()) for grad in local), least, most], device=self._device)
         # Ranks of one stage have gradients of the same parameters; another one may be frozen and have none.
         groups = (self._data_group, self._tensor_group) if parameters else ()
         for group in (*groups, None if alone else stages):
             if group is not None:
                 dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
-        if found:
+        there, least, most = found.tolist()
+        if not alone and most > -math.inf and differ([-least, most]):
+            raise RuntimeError(
+                f"before the last optimizer step the gradients of stages were multiplied by {-least:.4g} to "
+                f"{most:.4g}: torch.nn.utils.clip_grad_norm_ and the like see the stages of one rank alone. "
+                "Call model.clip_grad_norm_(max_norm), and go on from a checkpoint of before"
+            )
+        if there:
             return True
         for parameter in parameters:
             parameter.grad = None

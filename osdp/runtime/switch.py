@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from osdp.errors import PlanMismatchError
 from osdp.plan.plan import Plan
@@ -136,10 +137,16 @@ def _check(
 
 def _state_faults(optimizer: Optimizer, names: Mapping[int, str]) -> Iterator[str]:
     for parameter, state in optimizer.state.items():
+        name = names.get(id(parameter))
+        if name is None:  # what an optimizer keeps beside, by a name, has a layout of its own
+            continue
+        if not isinstance(state, dict):
+            yield f"what is kept of {name!r} is a {type(state).__name__}, and no dict"
+            continue
         for key, value in state.items():
-            has_shape = isinstance(value, torch.Tensor) and value.dim() > 0
-            if id(parameter) in names and has_shape and value.shape != parameter.shape:
-                yield f"{key} of {names[id(parameter)]!r} has shape {tuple(value.shape)}"
+            for leaf in tree_leaves(value):
+                if isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.shape != parameter.shape:
+                    yield f"{key} of {name!r} has shape {tuple(leaf.shape)}"
 
 
 class TakenApart:
@@ -156,6 +163,7 @@ class TakenApart:
 
     def __init__(self, applied: ShardedModel, optimizers: Sequence[Optimizer], replaced: Replaced) -> None:
         self._gradients, self._ever_stepped = applied.gathering, applied.ever_stepped
+        self._trainable_at_first = applied.trainable_at_first
         applied.close()
         replaced.let_go()
         self._model, self._mesh, self._plan = applied.model, applied.mesh, applied.plan
@@ -242,6 +250,7 @@ class TakenApart:
                 laid_out.grad = _laid_out(self._gradients.pop(name), laid_out)
                 compute_as_whole(laid_out.grad)
         applied.remember_stepped(self._ever_stepped)
+        applied.remember_trainable(self._trainable_at_first)
         return applied
 
     def _fill(self, owned: Mapping[str, ParameterSites]) -> None:
@@ -282,13 +291,14 @@ class _Detached:
             return
         state = self._states.pop(name)
 
-        def laid_out(key: str, value: Any) -> Any:
-            follows = (
-                isinstance(value, torch.Tensor) and value.shape == parameter.shape and key not in NUMBERS
-            )
-            return _laid_out(value, parameter) if follows else value
+        def laid_out(value: torch.Tensor) -> torch.Tensor:
+            return _laid_out(value, parameter) if value.shape == parameter.shape else value
 
-        self._optimizer.state[parameter] = {key: laid_out(key, state.pop(key)) for key in list(state)}
+        def of_key(key: str, value: Any) -> Any:
+            # Also in tuples and dicts, as optimizers that keep several of a kind have them.
+            return value if key in NUMBERS else tree_map_only(torch.Tensor, laid_out, value)
+
+        self._optimizer.state[parameter] = {key: of_key(key, state.pop(key)) for key in list(state)}
 
 
 def with_inner(given: Any) -> Iterator[Any]:

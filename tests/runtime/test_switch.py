@@ -510,6 +510,116 @@ def test_gradients_that_one_of_two_optimizers_still_gathers_are_not_dropped() ->
     run(2, one_steps_less_often)
 
 
+class WithPairs(torch.optim.Optimizer):
+    """Keeps two moments of each parameter in a tuple, and a number under a name."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+        self.state["k"] = torch.tensor([0])  # type: ignore[index]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.state["k"] += 1  # type: ignore[index]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state["moments"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+                first, second = state["moments"]
+                first.mul_(0.9).add_(parameter.grad)
+                second.mul_(0.9).add_(parameter.grad.square())
+                parameter.add_(first / (1 + second.sqrt()), alpha=-0.01)
+
+
+def has_states_in_tuples() -> None:
+    plain, model = made(), made()
+    named = plans(model)
+    model = OSDP(model, plan=named["shard all"])
+    optimizers = [WithPairs(each.parameters()) for each in (plain, model)]
+    for index, name in enumerate(("shard all", "replicate all", "mixed leaves", "shard all")):
+        model.switch(named[name], optimizers[1])
+        batch = tokens(index, 3, 6)  # the same on all ranks
+        for each, optimizer in zip((plain, model), optimizers, strict=True):
+            optimizer.zero_grad()
+            loss_of(each(batch), batch).backward()
+            optimizer.step()
+    for name, parameter in model.named_parameters():
+        assert difference(whole(parameter), plain.get_parameter(name)) < TOLERANCE, name
+
+
+def test_states_in_tuples_and_by_name_go_along() -> None:
+    """Those in tuples kept the layout of the plan before; one under a name ended the switch, and the job."""
+    run(2, has_states_in_tuples)
+
+
+def unfreezes_after_a_switch() -> None:
+    """Layers of two dtypes, all trainable when the model is wrapped, as the error about them advises."""
+
+    def build() -> nn.Sequential:
+        torch.manual_seed(7)
+        return nn.Sequential(nn.Linear(6, 6).bfloat16(), Cast(), nn.Linear(6, 6))
+
+    model = build()
+    world = dist.get_world_size()
+    apart = [plan_by_hand(model, mode, world) for mode in (Mode.FULL_SHARD, Mode.NO_SHARD)]
+    model = OSDP(model, plan=apart[0])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(torch.ones(2, 6, dtype=torch.bfloat16)).sum().backward()
+        optimizer.step()
+
+    model.module[0].requires_grad_(False)
+    step()
+    model.switch(apart[1], optimizer)
+    step()
+    model.module[0].requires_grad_(True)
+    step()
+    assert model.module[0].weight.grad is not None
+
+
+class Cast(nn.Module):
+    """To float32."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.float()
+
+
+def test_what_was_trainable_at_first_may_be_thawed_after_a_switch() -> None:
+    """The next plan knew only what was trainable when it was applied, and refused the rest."""
+    run(2, unfreezes_after_a_switch)
+
+
+def averages_across_switches() -> None:
+    """The loop that the refusal of AveragedModel recommends."""
+    plain, model = made(), made()
+    named = plans(model)
+    model = OSDP(model, plan=named["replicate all"])
+    average, wanted = ([p.detach().clone() for p in each.parameters()] for each in (model, plain))
+    update = torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain, model)]
+    for index, name in enumerate(
+        ("replicate all", "shard all", "mixed leaves", "replicate all", "in slices")
+    ):
+        model.switch(named[name], optimizers[1])
+        batch = tokens(index, 3, 6)
+        for each, optimizer, kept in zip((plain, model), optimizers, (wanted, average), strict=True):
+            optimizer.zero_grad()
+            loss_of(each(batch), batch).backward()
+            optimizer.step()
+            update(kept, [p.detach() for p in each.parameters()], None)
+    for mine, other in zip(average, wanted, strict=True):
+        assert difference(whole(mine), other) < TOLERANCE
+
+
+def test_averages_go_on_across_switches() -> None:
+    """Copies of parameters keep the layout of their plan, and did not compute with those of the next."""
+    run(2, averages_across_switches)
+
+
 def goes_on_in_bfloat16() -> None:
     """Copies to compute in, evaluation, and a checkpoint of what is stored, after a switch."""
     model = made().float()

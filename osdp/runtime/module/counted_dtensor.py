@@ -11,7 +11,7 @@ from typing import Any
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 
-from osdp.runtime.module.group_dtensor import GroupDTensor, is_in_place, operands
+from osdp.runtime.module.group_dtensor import GroupDTensor, is_in_place, memory_of, operands
 from osdp.torch_private.autograd import version_of
 from osdp.torch_private.compiling import not_compiled
 from osdp.torch_private.dtensor import data_pointer
@@ -93,7 +93,7 @@ def _count(tensor: Any, changes: Changes) -> None:
 def _count_view(view: Any, tensor: Any) -> None:
     if isinstance(view._local_tensor, FakeTensor):  # while a step is compiled: it has no memory
         return
-    if _memory_of(view) == _memory_of(tensor):
+    if memory_of(view) == memory_of(tensor):
         _count(view, tensor.changes)
         own, local = view._local_tensor, tensor._local_tensor
         if (own.data_ptr(), own.shape, own.stride()) == (local.data_ptr(), local.shape, local.stride()):
@@ -107,10 +107,6 @@ def _written(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Seque
     if "_fused_" in name:
         return args
     return (*args[: is_in_place(name)], kwargs.get("out"))
-
-
-def _memory_of(tensor: DTensor) -> int:
-    return tensor._local_tensor.untyped_storage().data_ptr()
 
 
 treat_in_lists(CountedDTensor)

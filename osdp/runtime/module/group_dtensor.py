@@ -16,26 +16,39 @@ So are the gradients of replicated parameters beside sharded ones, for ``torch.a
 gradient is infinite torch asks the other ranks only if the first one in the optimizer is sharded
 (``found_inf_reduce_handler`` in ``torch.distributed.tensor``, 2.13). Where the first was replicated, and the
 infinity in a shard of one rank, that rank alone skipped its step.
+
+Copies of parameters that a user keeps, such as averages, have the layout of the plan that they were made
+under: after a switch to another they are plain beside DTensors, or the other way round. Together they compute
+in the layout of what is written to.
 """
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._pytree import tree_map_only
 
+from osdp.runtime.module.plain_states import part_for
 from osdp.runtime.ranks.control import Control
 from osdp.torch_private.compiling import not_compiled
-from osdp.torch_private.dtensor import data_pointer
+from osdp.torch_private.dtensor import data_pointer, wrap_like
 from osdp.torch_private.optimizers import treat_in_lists
 
 #: In the names of functions on lists of tensors, element by element.
 _ON_LISTS = ("_foreach_", "_fused_")
 #: What looks for infinite gradients.
 _UNSCALES = "_amp_foreach_non_finite_check_and_unscale_"
+#: What returns views of plain tensors, and copies of shards where it cuts the dim that is sharded.
+_VIEWS = frozenset(("__getitem__", "select", "narrow", "split", "chunk", "tensor_split", "unbind"))
+#: The attribute of such copies.
+_IS_COPY = "is_copy_of_shards"
+#: Torch's words for plain tensors beside DTensors.
+_MIXED = "got mixed torch.Tensor and DTensor"
 #: What takes tensors as they are: attributes, and what asks autograd for the gradients of some.
 _AS_THEY_ARE = frozenset(("__get__", "__set__", "__delete__", "grad", "backward"))
 #: What reads a tensor into Python.
@@ -139,19 +152,18 @@ class GroupDTensor(DTensor):
                 return func(_read(args[0]), *args[1:], **kwargs)
             if name == _UNSCALES:
                 return _each_mesh(func, (sorted(args[0], key=_is_whole), *args[1:]), kwargs)
-            meshes, parts = _layout(args, kwargs)
-            if len(meshes) == 1:
-                return _results(func(*args, **kwargs), name, parts)
-            if any(part in name for part in _ON_LISTS):
-                return _each_mesh(func, args, kwargs)
-            written = _written(name, args, kwargs)
-            if written is None:
-                mesh = next((mesh for mesh in meshes if mesh.ndim == 1), meshes[0])
-            else:
-                _settle(written)
-                mesh = written.device_mesh
-            args, kwargs = _onto(mesh, (tuple(args), dict(kwargs)))
-            return _results(func(*args, **kwargs), name, parts)
+            if args and isinstance(args[0], DTensor):
+                _refuse_copies(name, args)
+            try:
+                found = _computed(func, name, args, kwargs)
+            except RuntimeError as error:
+                if _MIXED not in str(error):  # which torch says before anything is computed
+                    raise
+                run = _each_mesh if _is_on_lists(name) else partial(_computed, name=name)
+                found = run(func, args=_laid_out_alike(name, args), kwargs=kwargs)
+            if name in _VIEWS and (name != "__getitem__" or _is_view_index(args[1])):
+                _note_copies(args[0], found)
+            return found
 
     @staticmethod
     def __tensor_unflatten__(*args: Any) -> Any:
@@ -184,6 +196,105 @@ class GroupDTensor(DTensor):
 
 
 treat_in_lists(GroupDTensor)
+
+
+def memory_of(tensor: DTensor) -> int:
+    """Address of the storage of the local part."""
+    return tensor._local_tensor.untyped_storage().data_ptr()
+
+
+def _note_copies(source: Any, found: Any) -> None:
+    """Remember which views of a DTensor are copies, so that nobody writes to them for its sake."""
+    if not isinstance(source, DTensor) or _is_whole(source) or isinstance(source._local_tensor, FakeTensor):
+        return
+    for view in operands((found,), {}):
+        if view.numel() and memory_of(view) != memory_of(source):
+            setattr(view, _IS_COPY, True)
+
+
+def _refuse_copies(name: str, args: Sequence[Any]) -> None:
+    """Raise for a function that would write to a copy of what is sharded.
+
+    Raises:
+        RuntimeError: It would; of a plain tensor it would change a part.
+    """
+    target = args[0]
+    if name == "__setitem__" and not _is_whole(target) and _is_view_index(args[1]):
+        target = target[args[1]]
+        _note_copies(args[0], target)
+    if _IS_COPY in vars(target) and is_in_place(name):
+        raise RuntimeError(
+            f"{name} would change a copy: rows of a sharded tensor, or whatever is cut along the dim that is "
+            "sharded, are gathered from the ranks. Change the whole tensor (tensor.mul_(mask), "
+            "torch.where), or do it before wrapping"
+        )
+
+
+def _is_view_index(index: Any) -> bool:
+    """Whether a plain tensor has a view at this index, rather than a copy."""
+    return all(
+        each is None or each is Ellipsis or (isinstance(each, (int, slice)) and not isinstance(each, bool))
+        for each in (index if isinstance(index, tuple) else (index,))
+    )
+
+
+def _computed(func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What ``func`` returns with all DTensors on one mesh, or, in lists, mesh by mesh."""
+    meshes, parts = _layout(args, kwargs)
+    if len(meshes) <= 1:
+        return _results(func(*args, **kwargs), name, parts)
+    if _is_on_lists(name):
+        return _each_mesh(func, args, kwargs)
+    written = _written(name, args, kwargs)
+    if written is None:
+        mesh = next((mesh for mesh in meshes if mesh.ndim == 1), meshes[0])
+    else:
+        _settle(written)
+        mesh = written.device_mesh
+    args, kwargs = _onto(mesh, (tuple(args), dict(kwargs)))
+    return _results(func(*args, **kwargs), name, parts)
+
+
+def _is_on_lists(name: str) -> bool:
+    return any(part in name for part in _ON_LISTS)
+
+
+def _laid_out_alike(name: str, args: Sequence[Any]) -> list[Any]:
+    """Operands of which some are plain and some DTensors of the same shapes, in one layout.
+
+    Args:
+        name: Of the function.
+        args: Its operands; of one on lists those at the same places belong together.
+    """
+    if not _is_on_lists(name):
+        return _in_one_layout(args, in_place=is_in_place(name))
+    length = len(args[0])
+    together = [index for index, value in enumerate(args) if _is_list(value, length)]
+    rows = zip(*(args[index] for index in together), strict=True)
+    columns = zip(*(_in_one_layout(row, in_place=is_in_place(name)) for row in rows), strict=True)
+    found = list(args)
+    for index, column in zip(together, columns, strict=True):
+        found[index] = list(column)
+    return found
+
+
+def _in_one_layout(values: Sequence[Any], *, in_place: bool) -> list[Any]:
+    """``values`` in the layout of the first if that is written to; else of a DTensor among them."""
+    if in_place and not isinstance(values[0], DTensor):
+        return [_read(value) if isinstance(value, DTensor) else value for value in values]
+    likes = [value for value in values if isinstance(value, DTensor) and not _is_part(value)]
+
+    def laid_out(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
+            return value
+        like = next((each for each in likes if each.shape == value.shape), None)
+        return value if like is None else wrap_like(part_for(like, value).contiguous(), like)
+
+    return list(map(laid_out, values))
+
+
+def _is_list(value: Any, length: int) -> bool:
+    return isinstance(value, (list, tuple)) and len(value) == length
 
 
 def compute_as_whole(tensor: torch.Tensor | None) -> None:
@@ -317,8 +428,7 @@ def _each_mesh(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
     for mesh, indices in members.items():
 
         def chosen(value: Any, indices: Sequence[int] = indices) -> Any:
-            is_list = isinstance(value, (list, tuple)) and len(value) == length
-            return [value[index] for index in indices] if is_list else value
+            return [value[index] for index in indices] if _is_list(value, length) else value
 
         some = tuple(map(chosen, args)), {name: chosen(value) for name, value in kwargs.items()}
         some_args, some_kwargs = some if mesh is None else _onto(mesh, some)

@@ -240,9 +240,10 @@ class Replaced:
         if names:
             shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
             raise RuntimeError(
-                f"this {type(optimizer).__name__} was made before the model was wrapped and keeps states of "
-                f"parameters that wrapping has replaced ({shown}); {MOVE}, and load its states there, by "
-                "osdp.runtime.checkpoint.load for example"
+                f"this {type(optimizer).__name__} keeps states of parameters that wrapping, or a switch to "
+                f"another plan, has replaced ({shown}). Before wrapping: {MOVE}, and load its states there, "
+                "by osdp.runtime.checkpoint.load for example. Before a switch: name it there, "
+                "model.switch(plan, [first, second])"
             )
         for group in optimizer.param_groups:
             now = [found.get(id(parameter), ("", parameter))[1] for parameter in group["params"]]

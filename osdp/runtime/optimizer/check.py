@@ -32,6 +32,8 @@ from osdp.plan.plan import Plan
 from osdp.plan.shard_math import matrix_step_bytes
 from osdp.plan.sharding import MatrixStep
 from osdp.runtime.measured_steps import MeasuredSteps
+from osdp.runtime.module.group_dtensor import compute_as_whole
+from osdp.runtime.module.plain_states import laid_out_like
 from osdp.runtime.module.replaced import Replaced
 from osdp.runtime.optimizer.closures import with_closure
 from osdp.runtime.optimizer.local_steps import LocalSteps
@@ -39,7 +41,7 @@ from osdp.runtime.optimizer.whole_matrices import WholeMatrices
 from osdp.runtime.ranks.control import Control
 from osdp.runtime.running import RunningModel
 from osdp.text import format_bytes
-from osdp.torch_private.local_step import leaves_fused_open
+from osdp.torch_private.local_step import NUMBERS, leaves_fused_open
 from osdp.torch_private.optimizers import is_stepping
 
 logger = logging.getLogger(__name__)
@@ -88,7 +90,7 @@ class OptimizerCheck:
         self._local_steps: weakref.WeakKeyDictionary[Optimizer, LocalSteps] = weakref.WeakKeyDictionary()
         self._had_gradients = False
         self._told_surplus = False
-        self._handles = _hook_up(self)
+        self._handles: list[RemovableHandle] = [*_hook_up(self)]
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -140,6 +142,9 @@ class OptimizerCheck:
         """
         if self._known.get(optimizer) != _identities(optimizer):
             self._look_at(optimizer)
+            if optimizer not in self._known and self._is_over_mine(optimizer):
+                self._handles.append(optimizer.register_load_state_dict_post_hook(_lay_out_states))
+                _lay_out_states(optimizer)
             self._known[optimizer] = _identities(optimizer)
             self._stepped.add(optimizer)
             self._step_locally(optimizer)
@@ -147,6 +152,7 @@ class OptimizerCheck:
             self._look_for_gradients(optimizer)
         if self._is_over_mine(optimizer):
             self._running.free_copies()
+            self._running.links.factor.look()
             steps = self._local_steps.get(optimizer)
             if compiled and is_muon(optimizer):
                 raise RuntimeError(
@@ -323,6 +329,18 @@ def _identities(optimizer: Optimizer) -> list[int]:
 
 def _has_dtensors(optimizer: Optimizer) -> bool:
     return any(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"])
+
+
+def _lay_out_states(optimizer: Optimizer) -> None:
+    """Lay out states of whole parameters, as a plain model's optimizer has them, like the parameters."""
+    for parameter, state in optimizer.state.items():
+        if not isinstance(parameter, DTensor) or not isinstance(state, dict):
+            continue
+        for key, value in state.items():
+            is_plain = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
+            if is_plain and key not in NUMBERS and value.shape == parameter.shape:
+                state[key] = laid_out_like(parameter, value)
+                compute_as_whole(state[key])
 
 
 def _hook_up(check: OptimizerCheck) -> tuple[RemovableHandle, RemovableHandle]:

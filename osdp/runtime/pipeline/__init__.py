@@ -13,5 +13,6 @@ Start at :func:`osdp.runtime.pipeline.apply.apply_pipeline`.
 - ``channels``: communicators of their own for messages
 - ``tied_parameters``: parameters that several stages hold
 - ``split_backward``: a backward in two parts, for zero-bubble schedules
+- ``gradient_factor``: what a loop scales gradients of stages by
 - ``generation``: generation through a pipeline
 """

@@ -146,6 +146,15 @@ class Lockstep:
         self._unsure = not trains
         self._open(code, in_backward=False, asks=not trains)
 
+    def meet(self, label: str) -> None:
+        """Return when all ranks have come here; evaluations that others run before are joined.
+
+        Args:
+            label: What they meet for, the same on all of them.
+        """
+        if self._control is not None and self._participants:
+            self._begin_together(self._code(label), True)
+
     def leave(self) -> None:
         """End a forward."""
         if not self._passes:

@@ -68,6 +68,7 @@ class BackwardPass:
         is_stepped: Whether an optimizer has stepped since the last backward.
         stepped: Identities of the stored parameters that have been stepped since their last gradient.
         on_reduced: Called when a backward has reduced its gradients, before users' hooks are.
+        trainable_at_first: Names of the parameters that were trainable when the model was wrapped.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class BackwardPass:
         self._used: set[str] = set()
         self._accumulation = Accumulation(self._give_up)
         self._trainable = parameters.trainable
-        self._trainable_at_first = frozenset(self._trainable)
+        self.trainable_at_first = frozenset(self._trainable)
         #: Names of the parameters whose gradients are to be reduced, until settings change.
         self._due: tuple[str, ...] | None = None
         self._watched: set[int] = set()
@@ -191,7 +192,7 @@ class BackwardPass:
         When the model is wrapped, the trainable parameters of a unit have one dtype. Which frozen parameters
         join them depends on the plan, so this check compares all parameters rather than those of a unit.
         """
-        if trainable <= self._trainable_at_first:
+        if trainable <= self.trainable_at_first:
             return
         dtypes: dict[torch.dtype, str] = {}
         for parameter in self._parameters:

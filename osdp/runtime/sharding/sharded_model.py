@@ -30,7 +30,7 @@ from osdp.runtime.sharding.fsdp_units import wrapped_around
 from osdp.runtime.sharding.planned_parameters import PlannedParameters
 from osdp.runtime.sharding.reducer import GradientReducer
 from osdp.runtime.stages import RunningStage, StageLinks, WholeModel
-from osdp.torch_private.autograd import in_backward
+from osdp.torch_private.autograd import has_hooks, in_backward
 from osdp.torch_private.fsdp import (
     after_forward,
     backward_is_unfinished,
@@ -286,6 +286,15 @@ class ShardedModel:
         """Note parameters that were stepped under an earlier plan."""
         self._ever_stepped.update(id(p.stored) for p in self.parameters if p.name in names)
 
+    @property
+    def trainable_at_first(self) -> frozenset[str]:
+        """Names of the parameters that were trainable when the model was wrapped."""
+        return self._backward.trainable_at_first
+
+    def remember_trainable(self, names: Collection[str]) -> None:
+        """Note parameters that were trainable when the model was wrapped, under an earlier plan."""
+        self._backward.trainable_at_first |= frozenset(names)
+
     def close(self) -> None:
         """Undo the plan: modules are plain again, and register what is stored; no gradients are left."""
         for unit in self._sharded.units:
@@ -347,6 +356,15 @@ class ShardedModel:
         for module in self._recomputed:
             module.abandon()
         self._replicated.swap_out()
+
+    def meet(self, label: str) -> None:
+        """Wait for the other ranks between two passes, and join evaluations that they run before."""
+        self._lockstep.meet(label)
+
+    @property
+    def has_users_hooks(self) -> bool:
+        """Whether stored parameters have hooks that no plan has set."""
+        return any(has_hooks(each.stored, each.path.own_hooks) for each in self.parameters)
 
     def observe(self, observer: "StepObserver | None") -> None:
         """Tell ``observer`` of collectives and of the ends of backwards; nobody any more if ``None``."""

@@ -52,6 +52,64 @@ def test_values_are_not_assigned_through_data() -> None:
     run(4, data_is_assigned)
 
 
+#: Writes to a part of a tensor; under shards of dim 0 some of them would change a copy.
+PARTS: dict[str, tuple[Callable[[torch.Tensor], object], bool]] = {
+    "rows": (lambda p: p[:2].zero_(), True),
+    "a row": (lambda p: p[-1].mul_(2), True),
+    "rows of data": (lambda p: p.data.narrow(0, 1, 2).fill_(1.0), True),
+    "a chunk": (lambda p: p.chunk(2)[1].add_(1.0), True),
+    "assigned rows": (lambda p: p.__setitem__(slice(0, 2), 0.0), True),
+    "an assigned row": (lambda p: p.__setitem__(3, 0.0), True),
+    "columns": (lambda p: p[:, :2].zero_(), False),
+    "a copy of rows": (lambda p: p[:2].clone().zero_(), False),
+}
+
+
+def writes_to_parts() -> None:
+    for name, (write, is_refused) in PARTS.items():
+        for parameter in parameters():
+            whole = parameter.full_tensor().detach()
+            with torch.no_grad():
+                write(whole)
+                if is_refused:
+                    with pytest.raises(RuntimeError, match="would change a copy"):
+                        write(parameter)
+                else:
+                    write(parameter)
+                    assert torch.equal(parameter.full_tensor(), whole), name
+
+
+def test_writes_to_rows_are_refused_rather_than_lost() -> None:
+    """`weight.grad[:old].zero_()` changed a gathered copy, in silence, where the plan had sharded rows."""
+    run(4, writes_to_parts)
+
+
+def averages_of_another_plan() -> None:
+    """An average in one layout, parameters in another."""
+    for sharded in parameters():
+        value, decay = sharded.full_tensor().detach(), 0.25
+        start = torch.ones_like(value)
+        expected = start.lerp(value, decay)
+        with torch.no_grad():
+            alone, listed = start.clone(), [start.clone()]
+            alone.lerp_(sharded, decay)
+            torch._foreach_lerp_(listed, [sharded], decay)
+            assert torch.equal(alone, expected) and torch.equal(listed[0], expected)
+            for plain_value in (value, value.clone()):
+                shards = torch.ones_like(sharded)
+                shards.lerp_(plain_value, decay)
+                assert torch.equal(shards.full_tensor(), expected)
+            several = [torch.ones_like(sharded), start.clone()]
+            torch._foreach_lerp_(several, [value, sharded], decay)
+            assert torch.equal(several[0].full_tensor(), expected) and torch.equal(several[1], expected)
+            assert torch.equal((sharded - value).full_tensor(), torch.zeros_like(value))
+
+
+def test_copies_that_were_made_under_another_plan_compute_with_the_parameters() -> None:
+    """After a switch a list of averages was plain, and the parameters were not, and training stopped."""
+    run(4, averages_of_another_plan)
+
+
 def plain(tensors: list[nn.Parameter]) -> list[nn.Parameter]:
     whole = [nn.Parameter(tensor.detach().full_tensor()) for tensor in tensors]
     for mine, tensor in zip(whole, tensors, strict=True):

@@ -215,6 +215,49 @@ def test_containers_see_what_is_set_or_hooked_after_wrapping() -> None:
     distributed.run(2, what_is_set_later)
 
 
+def scaled_between_backward_and_step(scale: Callable[[OSDP], object], is_refused: bool) -> None:
+    model = wrapped(made("sum"), schedule="1f1b")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    model.train_step(*data(), loss_fn)
+    scale(model)
+    optimizer.step()
+    optimizer.zero_grad()
+    if is_refused:
+        with pytest.raises(RuntimeError, match=r"Call model\.clip_grad_norm_\(max_norm\)"):
+            model.train_step(*data(), loss_fn)
+    else:
+        model.train_step(*data(), loss_fn)
+
+
+def _of_some(model: OSDP) -> None:
+    """Gradients of one kind of weights alone, and of the first stage's another."""
+    for name, parameter in model.named_parameters():
+        if "delta" in name and parameter.grad is not None:
+            parameter.grad.mul_(0.1 + 0.2 * dist.get_rank())
+
+
+SCALES: dict[str, tuple[Callable[[OSDP], object], bool]] = {
+    "by torch's clipping": (lambda m: nn.utils.clip_grad_norm_(m.parameters(), 0.1), True),
+    "by the model's clipping": (lambda m: m.clip_grad_norm_(0.1), False),
+    "by torch's clipping below its limit": (lambda m: nn.utils.clip_grad_norm_(m.parameters(), 1e9), False),
+    "alike": (lambda m: [p.grad.mul_(0.5) for p in m.parameters() if p.grad is not None], False),
+    "in part": (_of_some, False),
+}
+
+
+def scaled_in_all_ways() -> None:
+    for name, (scale, is_refused) in SCALES.items():
+        try:
+            scaled_between_backward_and_step(scale, is_refused)
+        except BaseException as error:
+            raise AssertionError(name) from error
+
+
+def test_stages_that_clip_each_by_its_own_norm_are_seen() -> None:
+    """torch.nn.utils.clip_grad_norm_ sees the parameters of one rank, and trained in silence."""
+    distributed.run(2, scaled_in_all_ways)
+
+
 def frozen_stages() -> None:
     reference, model = made("sum"), wrapped(made("sum"), schedule="1f1b")
     for each in (reference, model.module):
