@@ -8,6 +8,7 @@
         devices: 4           # GPUs per node
         network: 40 Gbit/s   # of the whole node, as it is specified
         network_share: 0.6   # optional: the part of it that large collectives reach; otherwise 0.9
+        adapters: 8          # optional: network adapters; otherwise as few as possible, of 400 Gbit/s each
         name: our A100       # optional: distinguishes groups of nodes with the same GPU
         memory: 80 GiB       # optional: of each device, if it differs from the data file
         link: 230 GB/s       # optional: bandwidth of collectives between two devices, in one direction
@@ -71,6 +72,7 @@ _NODE_FIELDS = (
     "devices",
     "network",
     "network_share",
+    "adapters",
     "link",
     "latency",
     "network_latency",
@@ -272,6 +274,7 @@ def _group(node: _Place, gpus: Mapping[str, _Place]) -> NodeGroup:
     far = node.at("network_latency").number() if "network_latency" in fields else NETWORK_LATENCY
     reached = node.at("network_share").share() if "network_share" in fields else NETWORK_SHARE
     network = node.at("network").rate() * reached
+    adapters = int(node.at("adapters").number(whole=True)) if "adapters" in fields else 0
     kind = NodeType(
         name=str(fields.get("name", name)),
         gpu=gpu,
@@ -279,6 +282,7 @@ def _group(node: _Place, gpus: Mapping[str, _Place]) -> NodeGroup:
         inside=NetworkLink(link, latency),
         outside=NetworkLink(network, far),
         price=_price(node.at("price")) if "price" in fields else None,
+        adapters=adapters,
     )
     return NodeGroup(kind, int(node.at("count").number(whole=True)))
 

@@ -4,6 +4,7 @@ A *node* is one machine. Each step of a transfer over a link takes ``latency + b
 Parallel Computing 20(3), 1994); :mod:`osdp.cluster.cost.links` defines the steps of a collective.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -56,6 +57,10 @@ class Gpu:
         wrong += [] if cudnn is None or cudnn > 0 else ["cudnn_attention_share"]
         if wrong:
             raise ValueError(f"GPU {self.name!r} needs a positive {', '.join(wrong)}, got {self}")
+
+
+#: Bytes per second of the fastest network adapter in common use, 400 Gbit/s (NVIDIA ConnectX-7, datasheet).
+_ADAPTER = 400e9 / 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +117,8 @@ class NodeType:
         inside: Link between two of its devices.
         outside: Link between the machine and the network, shared by all its devices.
         price: Its price; ``None`` if unknown.
+        adapters: Network adapters that this link consists of, of which a message between two devices takes
+            one; 0 if unknown: then the fewest that reach so much.
     """
 
     name: str
@@ -120,10 +127,17 @@ class NodeType:
     inside: NetworkLink
     outside: NetworkLink
     price: Price | None = None
+    adapters: int = 0
 
     def __post_init__(self) -> None:
         if self.devices < 1:
             raise ValueError(f"node {self.name!r} has {self.devices} devices; it needs at least 1")
+
+    @property
+    def flow(self) -> NetworkLink:
+        """The way of one message to a device of another node."""
+        fewest = math.ceil(self.outside.bandwidth / _ADAPTER)
+        return replace(self.outside, bandwidth=self.outside.bandwidth / (self.adapters or fewest))
 
 
 @dataclass(frozen=True, slots=True)

@@ -249,7 +249,9 @@ def with_fields(shape: TransformerShape, overrides: Mapping[str, Any]) -> Transf
     """
     known = [field.name for field in dataclass_fields(TransformerShape)]
     if unknown := sorted(set(overrides) - set(known)):
-        raise ValueError(f"a model has no {', '.join(unknown)}; there are {', '.join(known)}")
+        near = difflib.get_close_matches(unknown[0], known, n=1)
+        meant = f"; did you mean {near[0]}" if near else ""
+        raise ValueError(f"a model has no {', '.join(unknown)}{meant}; there are {', '.join(known)}")
     return replace(shape, **overrides)
 
 

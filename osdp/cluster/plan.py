@@ -107,8 +107,12 @@ class Workload:
         reduces_in_stages: Whether gradients that are sharded are reduced in every microbatch of a pipeline,
             and weights that are sharded gathered for it. Otherwise a rank of several stages keeps both whole
             for a step.
+        whole_reductions: Whether gradients that are sharded (ZeRO 1 and 2) are all-reduced, of which each
+            rank takes its part, rather than reduce-scattered.
         gathers_each_microbatch: Whether weights that stay gathered from a forward to its backward (ZeRO 2)
             are sharded again after it, and gathered for every microbatch.
+        whole_passes_bytes: Bytes for each parameter that a step moves in passes over all gradients of a rank,
+            before they are sharded: clearing, scaling and checking them.
         cudnn_attention: Whether FlashAttention is cuDNN's, on GPUs where that is faster.
         vocabulary_multiple: The vocabulary is padded to a multiple of this on each tensor-parallel rank.
         reserve: Bytes of each device that its context takes: about 612 MiB (unslothai/unsloth pull request
@@ -150,7 +154,9 @@ class Workload:
     bucket_bytes: int = 0
     gathered_bytes: int = 0
     reduces_in_stages: bool = True
+    whole_reductions: bool = False
     gathers_each_microbatch: bool = False
+    whole_passes_bytes: int = 0
     cudnn_attention: bool = False
     vocabulary_multiple: int = 1
     reserve: int = 640 * 2**20
@@ -199,6 +205,8 @@ class ParallelLayout:
         virtual_stages: Stages of each pipeline rank, if not the usual number of the schedule; otherwise 0.
         ep: Expert-parallel degree: of the ranks with the same weights, so many divide the experts of a layer
             among them. Each token is sent to those of its experts (Lepikhin et al., arXiv:2006.16668).
+        shard_degree: Neighbouring data-parallel ranks among which a ZeRO stage shards, with copies in other
+            groups (HSDP of PyTorch; Zhao et al., "PyTorch FSDP", VLDB 2023, section 3.2.2); 0 for all.
     """
 
     degrees: ParallelDims
@@ -211,14 +219,34 @@ class ParallelLayout:
     cp: int = 1
     virtual_stages: int = 0
     ep: int = 1
+    shard_degree: int = 0
 
     def __post_init__(self) -> None:
         if self.replicas % self.ep:
             raise ValueError(f"ep={self.ep} does not divide the {self.replicas} ranks with the same weights")
+        if self.shard_degree:
+            self._check_shard_degree()
         if self.virtual_stages and not self.schedule_kind.more_stages:
             raise ValueError(
                 f"{self.schedule} has a fixed number of stages a rank, not {self.virtual_stages}"
             )
+
+    def _check_shard_degree(self) -> None:
+        if not 1 < self.shard_degree < self.replicas or self.replicas % self.shard_degree:
+            raise ValueError(
+                f"a shard degree of {self.shard_degree} does not divide dp={self.degrees.dp} into several "
+                "groups"
+            )
+        if self.cp > 1 or self.ep > 1 or not self.zero:
+            raise ValueError(
+                f"a shard degree of {self.shard_degree} needs a ZeRO stage of 1 to 3 for all items, and "
+                "neither context nor expert parallelism"
+            )
+
+    @property
+    def shards(self) -> int:
+        """Ranks among which a ZeRO stage shards."""
+        return self.shard_degree or self.replicas
 
     @property
     def stages_per_rank(self) -> int:
@@ -294,8 +322,9 @@ class ParallelLayout:
 
     @property
     def sharding(self) -> str:
-        """Name of its ZeRO stage."""
-        return MIXED if self.zero is None else f"zero{self.zero}"
+        """Name of its ZeRO stage, with the size of groups that it shards in."""
+        within = f" in {self.shard_degree}" if self.shard_degree else ""
+        return MIXED if self.zero is None else f"zero{self.zero}{within}"
 
     @property
     def recomputation(self) -> str:

@@ -216,6 +216,8 @@ def _departures(
     made: Plan, plan: ClusterPlan, shape: TransformerShape, modes: Sequence[Mode]
 ) -> Iterator[str]:
     layout = plan.layout
+    if layout.shard_degree:
+        yield f"sharded over all {layout.replicas} ranks, not in groups of {layout.shard_degree}"
     if layout.by_item:
         yield "sharding and recomputation are chosen operator by operator, not layer by layer"
     if layout.zero is not None and modes == _ANY:
@@ -326,7 +328,8 @@ def device_of_stage(
     """
     # Speeds are those of the first stage, other stages are given relative to them. A DeviceInfo has one link
     # of each kind, for which the slowest of all stages counts.
-    by_slot = {slot: slot_hardware(cluster, plan.layout, slot) for slot in dict.fromkeys(plan.slots)}
+    whole = replace(plan.layout, shard_degree=0)
+    by_slot = {slot: slot_hardware(cluster, whole, slot) for slot in dict.fromkeys(plan.slots)}
     homes = list(by_slot.values())
     prices = ClusterPrices(cluster, workload, rates)
     layer = {slot: prices.item_prices(plan.most_memory_saving, slot)[Item.LAYER].compute for slot in by_slot}

@@ -17,7 +17,14 @@ itself with ZeRO 3 alone (``overlap_comm`` in ``deepspeed/runtime/zero/config.py
 of its pipeline over tensor-parallel ranks (``deepspeed/runtime/pipe/engine.py``, pipe_partitioned).
 Megatron-LM pads vocabularies to ``--make-vocab-size-divisible-by`` times the tensor-parallel ranks, 128 by
 default, and overlaps the messages of interleaved stages unless ``--no-overlap-p2p-communication`` is given
-(``megatron/training/arguments.py``, read 2026-11). Its layers are Transformer Engine's, which prefers cuDNN's
+(``megatron/training/arguments.py``, read 2026-11). DeepSpeed all-reduces the gradients of ZeRO 1 and 2, of
+which each rank keeps its part (``use_multi_rank_bucket_allreduce``, true by default, and ``allreduce_bucket``
+in ``deepspeed/runtime/zero/stage_1_and_2.py``; ``buffered_allreduce_fallback`` of pipelines in bfloat16,
+``deepspeed/runtime/pipe/engine.py``; read 2026-11). Megatron-LM clears its gradients in float32 in each step,
+checks their norms and divides them by the number of ranks, each a pass over all of them before they are
+sharded: 4, 4 and 8 bytes a parameter (``reset``, ``check_grads`` and ``start_grad_sync`` in
+``megatron/core/distributed/param_and_grad_buffer.py``, read 2026-11); in float16 2 and 4, as its loss scaler
+checks for infinities after the reduction. Its layers are Transformer Engine's, which prefers cuDNN's
 attention to FlashAttention-2 from Hopper on (``get_attention_backend`` in
 ``transformer_engine/pytorch/attention/dot_product_attention/utils.py``, 2025).
 """
@@ -57,7 +64,9 @@ class TargetDefaults:
         bucket_bytes: Bytes of buffers of reductions, as in a workload.
         gathered_bytes: Bytes of gathered weights that are kept, as in a workload.
         reduces_in_stages: Whether pipelines reduce sharded gradients in every microbatch, as in a workload.
+        whole_reductions: Whether gradients are all-reduced though they are sharded, as in a workload.
         gathers_each_microbatch: Whether weights are gathered for each microbatch, as in a workload.
+        whole_passes_bytes: Bytes of passes over all gradients, as in a workload.
         cudnn_attention: Whether it calls cuDNN's attention where that is faster, as in a workload.
         vocabulary_multiple: What vocabularies are padded to, as in a workload.
         stored_fragmentation: Share of weights, gradients and states that is lost, as in a workload.
@@ -77,7 +86,9 @@ class TargetDefaults:
     bucket_bytes: int = 0
     gathered_bytes: int = 0
     reduces_in_stages: bool = True
+    whole_reductions: bool = False
     gathers_each_microbatch: bool = False
+    whole_passes_bytes: int = 0
     cudnn_attention: bool = False
     vocabulary_multiple: int = 1
     stored_fragmentation: float = 0.0
@@ -100,6 +111,7 @@ _DEEPSPEED = TargetDefaults(
     boundary_copies=1,
     bucket_bytes=_DEEPSPEED_BUCKET,
     gathered_bytes=_DEEPSPEED_LIVE,
+    whole_reductions=True,
     # It flattens weights and gradients after they are made. Megatron-DeepSpeed's runs of 176 billion
     # parameters held 1.3 times what their tensors add up to (BigScience, chronicles of its 176B model, 2022).
     stored_fragmentation=0.15,
@@ -110,6 +122,7 @@ _MEGATRON = TargetDefaults(
     4,
     12,
     send_overlap=HIDDEN,
+    whole_passes_bytes=16,
     fused_gate=True,
     update_bytes=0,
     cudnn_attention=True,
@@ -118,7 +131,9 @@ _MEGATRON = TargetDefaults(
 
 TARGETS = {
     Target.MEGATRON_BF16: _MEGATRON,
-    Target.MEGATRON_FP16: replace(_MEGATRON, gradient_bytes=2, reduce_bytes=2, state_bytes=16),
+    Target.MEGATRON_FP16: replace(
+        _MEGATRON, gradient_bytes=2, reduce_bytes=2, state_bytes=16, whole_passes_bytes=6
+    ),
     Target.DEEPSPEED_BF16: replace(_DEEPSPEED, gradient_bytes=6, update_bytes=0),
     # Gradients of its partition are copied to float32 for the step.
     Target.DEEPSPEED_FP16: _DEEPSPEED,

@@ -58,6 +58,13 @@ def test_a_network_may_reach_less_than_usual(tmp_path: Path) -> None:
     assert slow.groups[1].node.outside.bandwidth == pytest.approx(0.6 * 3e9)
 
 
+def test_adapters_are_read_and_unknown_dimensions_have_a_near_miss(tmp_path: Path) -> None:
+    several = read(tmp_path, GOOD.replace("network: 3 GB/s", "network: 3 GB/s\n    adapters: 4"))
+    assert several.groups[1].node.flow.bandwidth == pytest.approx(0.9 * 3e9 / 4)
+    with pytest.raises(ValueError, match="a model has no laeyrs; did you mean layers"):
+        shape_of("gpt2", {"laeyrs": 4})
+
+
 def test_dimensions_with_a_misspelt_name_are_refused(tmp_path: Path) -> None:
     """They were left out without a word, and the model planned with four times its width."""
     path = tmp_path / "mine.json"

@@ -90,6 +90,60 @@ def test_deepspeed_overlaps_by_itself_with_sharded_weights_alone() -> None:
         assert written == {"stage": zero} | ({"overlap_comm": True} if zero == 3 else {})
 
 
+def test_deepspeed_reduces_gradients_whole() -> None:
+    """ZeRO 1 and 2 were priced with reduce-scatters, half of what its all-reduces send."""
+    load = replace(as_trained_by(workload(), Target.DEEPSPEED_FP16), reduce_bytes=2, overlap=0.0)
+    scattered = replace(load, whole_reductions=False)
+    numbers, none = np.array([1e9]), 0.0
+    for zero, units in ((0, 2), (1, 3), (2, 1)):
+        layout = ParallelLayout(ParallelDims(1, 4, 1), 1, 2, zero=zero)
+        prices = ClusterPrices(cluster((node_type(FAST, 4), 1)), load)
+        hardware = prices.hardware(layout, StageSlot((1,)))
+        scatter = hardware.data.scatter_seconds(2e9)
+        found = prices.gradient_seconds(layout, hardware, numbers, numbers, none)
+        assert float(found[0]) == pytest.approx(units * scatter, rel=1e-3)
+    twice = replace(layout, zero=2)
+    reduced = [
+        price(ClusterPrices(cluster((node_type(FAST, 4), 1)), each), twice, (0, 6), [StageSlot((1,))])
+        for each in (load, scattered)
+    ]
+    assert reduced[0].seconds.shards == pytest.approx(2 * reduced[1].seconds.shards)
+    assert not as_trained_by(workload(), Target.MEGATRON_BF16).whole_reductions
+
+
+def test_megatron_passes_over_all_gradients_in_each_step() -> None:
+    """Clearing, checking and scaling are of whole gradients, however many ranks share the states."""
+    load = as_trained_by(workload(), Target.MEGATRON_BF16)
+    layout = ParallelLayout(ParallelDims(1, 64, 1), 1, 2, zero=1)
+    prices = ClusterPrices(cluster((node_type(FAST, 4), 16)), load)
+    hardware = prices.hardware(layout, StageSlot((16,)))
+    numbers = np.array([1e9])
+    seconds = float(prices.update_seconds(layout, hardware, numbers, numbers)[0])
+    assert seconds >= 16e9 / (FAST.memory_bandwidth * prices.rates.memory_share)
+
+
+def test_megatrons_sharded_gradients_and_weights_are_its_fsdp() -> None:
+    """They were written as its distributed optimizer, which keeps both whole, and ran out of memory."""
+    load = as_trained_by(workload(), Target.MEGATRON_BF16)
+    prices = ClusterPrices(cluster((node_type(FAST, 4), 1)), load)
+    for zero, sharded in ((1, None), (2, "optim_grads"), (3, "optim_grads_params")):
+        layout = ParallelLayout(ParallelDims(1, 4, 1), 1, 2, zero=zero)
+        found = exports(price(prices, layout, (0, 6), [StageSlot((1,))]), load)[0]
+        assert ("--use-megatron-fsdp" in found.text) is (zero > 1)
+        assert sharded is None or f"--data-parallel-sharding-strategy {sharded} " in found.text
+        assert any("refuses CUDA_DEVICE_MAX_CONNECTIONS" in note for note in found.notes) is (zero > 1)
+
+
+def test_scores_that_older_gpus_store_are_told_of() -> None:
+    load = replace(workload(), flash=True)
+    prices = ClusterPrices(cluster((node_type(FAST, 4), 1)), load)
+    plan = price(prices, ParallelLayout(ParallelDims(1, 4, 1), 1, 2), (0, 6), [StageSlot((1,))])
+    told = [
+        any("before Ampere" in n for n in exports(plan, load, h)[0].notes) for h in ("float16", "bfloat16")
+    ]
+    assert told == [True, False]
+
+
 def test_torch_gathers_weights_for_each_microbatch() -> None:
     """FSDP shards them again after each backward, also those that stay gathered until then."""
     load = replace(as_trained_by(workload(), Target.FSDP), overlap=0.0)
@@ -113,9 +167,15 @@ def test_megatron_hides_messages_of_interleaved_stages_and_pads_vocabularies() -
     assert seconds(load, plain) == seconds(shown, plain)
     prices = ClusterPrices(cluster((node_type(FAST, 4), 1)), shown)
     plan = price(prices, interleaved, usual_bounds(8, 2), slots_in_order(prices.cluster, interleaved))
-    text = exports(plan, shown)[0].text
-    assert "--no-overlap-p2p-communication" in text and "--make-vocab-size-divisible-by 128 " in text
-    assert "--no-overlap-p2p-communication" not in exports(plan, load)[0].text
+    # On two ranks it asserts that they are overlapped.
+    written = exports(plan, shown)[0]
+    assert "--make-vocab-size-divisible-by 128 " in written.text
+    assert "--no-overlap-p2p-communication" not in written.text
+    assert any("messages of stages on two ranks" in note for note in written.notes)
+    more = replace(interleaved, degrees=ParallelDims(4, 1, 1))
+    longer = price(prices, more, usual_bounds(8, 4), slots_in_order(prices.cluster, more))
+    assert "--no-overlap-p2p-communication" in exports(longer, shown)[0].text
+    assert "--no-overlap-p2p-communication" not in exports(longer, load)[0].text
     odd = replace(load, shape=replace(load.shape, vocabulary=50257))
     padded = ClusterPrices(prices.cluster, odd)
     assert [padded.padded(tp).vocabulary for tp in (1, 2, 8)] == [50304, 50432, 51200]

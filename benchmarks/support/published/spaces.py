@@ -3,7 +3,8 @@
 A published layout can only be expected to be near the best of these. Recomputation of the attention's core
 alone came with Korthikanti et al. (May 2022), and Megatron-LM's distributed optimizer in the same year: the
 rows of Narayanan et al. (2021) and of BigScience's V100 had neither. DeepSpeed's pipeline has no interleaved
-stages, and only its first ZeRO stage. FSDP has neither stages nor tensor parallelism of its own. (From the
+stages, and only its first ZeRO stage. FSDP has neither stages nor tensor parallelism of its own; it may shard
+among the ranks of a node (HSDP). (From the
 frameworks' documents as they are remembered, not reopened.)
 """
 
@@ -11,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from osdp.cluster.plan import RecomputeLayers
-from osdp.cluster.search.space import LayoutSpace
+from osdp.cluster.search.space import NODE, LayoutSpace
 
 #: What users of any framework choose from: one strategy for all layers, whole sequences.
 ANY = LayoutSpace(
@@ -23,8 +24,8 @@ ANY = LayoutSpace(
 )
 
 _WHOLE = (RecomputeLayers.NONE, RecomputeLayers.FULL)
-_FSDP = replace(ANY, tp=(1,), pp=(1,), zero=(0, 2, 3), recompute=_WHOLE)
-_STAGED_FSDP = replace(ANY, zero=(2, 3), recompute=_WHOLE)
+_FSDP = replace(ANY, tp=(1,), pp=(1,), zero=(0, 2, 3), recompute=_WHOLE, shard_degrees=(0, NODE))
+_STAGED_FSDP = replace(ANY, zero=(2, 3), recompute=_WHOLE, shard_degrees=(0, NODE))
 _DEEPSPEED = replace(ANY, zero=(0, 1), recompute=_WHOLE, schedules=("1f1b",))
 _MEGATRON = replace(ANY, zero=(0, 1), whole_groups=True)
 _MEGATRON_OF_2021 = replace(_MEGATRON, zero=(0,), recompute=_WHOLE)
@@ -33,7 +34,7 @@ _MEGATRON_OF_2022 = replace(_MEGATRON, zero=(0,))
 #: Spaces by the start of a framework's name, the first that fits; those of a paper or a report come first.
 _SPACES = (
     ("Megatron-LM + DeepSpeed ZeRO-3", replace(ANY, pp=(1,), recompute=_WHOLE)),
-    ("DeepSpeed ZeRO-3", replace(_FSDP, zero=(0, 1, 2, 3))),
+    ("DeepSpeed ZeRO-3", replace(_FSDP, zero=(0, 1, 2, 3), shard_degrees=(0,))),
     ("Megatron-DeepSpeed", _DEEPSPEED),
     ("InternLM", _DEEPSPEED),
     ("torchtitan", _STAGED_FSDP),

@@ -152,6 +152,7 @@ def estimate(
         virtual_stages=0 if request.virtual_stages == 2 else request.virtual_stages or 0,
         recompute=request.recompute_layers,
         zero=request.zero_stage,
+        shard_degree=request.shard_degree or 0,
     )
     plan = arrange(prices, layout, family.cells) or arrange(prices, layout, family.cells, limited=False)
     if plan is None:

@@ -19,7 +19,7 @@ from osdp.cluster.layer_profile import LayerProfile
 from osdp.cluster.measured_layout import load_measured
 from osdp.cluster.plan import CLUSTER_SCHEDULES, MIXED, RecomputeLayers, Workload
 from osdp.cluster.search.measured_times import MeasuredTimes
-from osdp.cluster.search.space import LayoutSpace
+from osdp.cluster.search.space import NODE, LayoutSpace
 from osdp.cluster.targets import Target, as_trained_by
 from osdp.model.description import DTYPE_BYTES
 from osdp.plan.schedules import ONE_STAGE, SCHEDULE_KINDS
@@ -61,6 +61,14 @@ class ClusterRequest:
     ep: Annotated[
         int | None,
         Option(min=1, help="expert-parallel degree: ranks of dp x cp that divide experts; not run by osdp"),
+    ] = None
+    shard_degree: Annotated[
+        int | None,
+        Option(
+            min=2,
+            help="data-parallel ranks among which a ZeRO stage shards, with copies in other groups (HSDP); "
+            "by default all, and for --target fsdp those of a node where that is faster",
+        ),
     ] = None
     micro_batch: Annotated[int | None, Option(min=1, help="samples per microbatch")] = None
     schedule: Annotated[str | None, Option(help="pipeline schedule")] = None
@@ -108,7 +116,7 @@ class ClusterRequest:
     tensor_overlap: Annotated[
         float, Option(help="the same of tensor-parallel collectives; Megatron-LM needs --tp-comm-overlap")
     ] = 0.0
-    reserve: Annotated[str, Option(help="memory of a device's context, without communicators")] = "1GiB"
+    reserve: Annotated[str, Option(help="memory of a device's context, without communicators")] = "640MiB"
     certain: Annotated[
         bool,
         Option(
@@ -170,8 +178,11 @@ class ClusterRequest:
         if self.half == "bfloat16" and cluster.half != "bfloat16":
             slow = ", ".join(group.node.gpu.name for group in cluster.groups if not group.node.gpu.bfloat16)
             raise ValueError(f"--target {self.target} computes in bfloat16, which {slow} does not have")
-        if self.flash is None and found is None and cluster.half == "float16" and self._is_megatron:
+        if self.flash is not False and found is None and cluster.half == "float16" and self._is_megatron:
             # Its kernels of FlashAttention are for Ampere and later (Transformer Engine, flash-attn 2).
+            if self.flash:
+                older = ", ".join(g.node.gpu.name for g in cluster.groups if not g.node.gpu.bfloat16)
+                raise ValueError(f"--flash: Megatron-LM has no FlashAttention for {older}; leave it out")
             workload = replace(workload, flash=False)
         profiles = [LayerProfile.load(path) for path in self.layer_times]
         _require_measured(profiles, workload, cluster, changed_fields(self.model, self.fields))
@@ -250,6 +261,9 @@ class ClusterRequest:
             space = replace(space, token_slices=(self.token_slices,))
         if self.recompute is not None:
             space = replace(space, recompute=(self.recompute_layers,))
+        if self.shard_degree is not None:
+            stages = tuple(stage for stage in space.zero if stage)
+            space = replace(space, zero=stages, shard_degrees=(self.shard_degree,))
         return space if self.zero is None else replace(space, zero=(self.zero_stage,))
 
     def _as_megatron_runs(self, space: LayoutSpace, workload: Workload) -> LayoutSpace:
@@ -292,7 +306,8 @@ class ClusterRequest:
         )
         if self.target is Target.FSDP:
             # It shards gradients with states. Beside pipelines ZeRO 3 is what ZeRO 2 is.
-            space = replace(space, zero=tuple(stage for stage in space.zero if stage != 1))
+            zero = tuple(stage for stage in space.zero if stage != 1)
+            space = replace(space, zero=zero, shard_degrees=(0, NODE))
             return space if self.zero is not None else replace(space, unstaged_zero=(3,))
         # Its PipelineModule refuses ZeRO 2 and 3, and its tensor parallelism ZeRO 3 (as exports tell).
         space = replace(space, schedules=(ONE_STAGE,), cp=space.cp or (1,))

@@ -11,7 +11,13 @@ from itertools import accumulate, chain, repeat
 import numpy as np
 
 from osdp.cluster.cost.stage import ClusterPrices, Floats, StagePrices
-from osdp.cluster.cost.step import StepFormula, step_formula, transfer_seconds
+from osdp.cluster.cost.step import (
+    StepFormula,
+    exposed_sends,
+    hidden_sends,
+    step_formula,
+    transfer_seconds,
+)
 from osdp.cluster.hardware import Cluster
 from osdp.cluster.plan import ParallelLayout, StageSlot
 from osdp.cluster.transformer import Item
@@ -110,7 +116,10 @@ class EvenSteps:
         """
         layers = layers or self._prices.workload.shape.layers
         strategy = (layout.schedule, layout.virtual_stages, layout.recompute, layout.zero)
-        key = (layers, layout.degrees, layout.cp, layout.samples, layout.token_slices, *strategy)
+        key = (
+            layers, layout.degrees, layout.cp, layout.shard_degree, layout.samples, layout.token_slices,
+            *strategy,
+        )  # fmt: skip
         if key not in self._stages:
             self._stages[key] = self._stage_seconds(layout, layers)
         slowest, total, end, fixed = self._stages[key]
@@ -127,14 +136,17 @@ class EvenSteps:
         sent = [float(prices.work(Item.LAYER, layout).output_bytes)] * pp
         transfers = transfer_seconds(prices, layout, hardware_by_slot, slots, sent)
         own = _by_stage(slots, {slot: stages.seconds for slot, stages in by_slot.items()})
-        seconds = [a + b for a, b in zip(own, transfers, strict=True)]
+        hidden = hidden_sends(prices.workload, layout)
+        exposed = [float(exposed_sends(hidden, *pair)) for pair in zip(transfers, own, strict=True)]
+        seconds = [a + b for a, b in zip(own, exposed, strict=True)]
+        total = sum(own) + exposed[0] + sum(transfers[1:])
         fixed = step_formula(prices, layout, hardware_by_slot).fixed
         # The backward matters only where it can hide gradient collectives.
         hides = (layout.samples, layout.token_slices, layout.recompute) if prices.workload.overlap else ()
-        key = (layers, layout.degrees, layout.cp, layout.zero, *hides)
+        key = (layers, layout.degrees, layout.cp, layout.shard_degree, layout.zero, *hides)
         if key not in self._ends:
             self._ends[key] = max(_by_stage(slots, {slot: stages.end for slot, stages in by_slot.items()}))
-        return max(seconds), sum(seconds), self._ends[key], fixed
+        return max(seconds), total, self._ends[key], fixed
 
 
 @lru_cache(maxsize=256)

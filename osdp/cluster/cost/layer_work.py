@@ -114,6 +114,7 @@ class Kernels:
         dropout: Whether layers have dropouts, whose masks are kept.
         fused_gate: Whether a gated block keeps its two projections and their product alone.
         fused_loss: Whether logits become their gradient in place, in the compute dtype.
+        ring_attention: Whether context-parallel ranks pass keys and values around a ring.
     """
 
     width: int = HALF
@@ -122,6 +123,7 @@ class Kernels:
     dropout: bool = True
     fused_gate: bool = False
     fused_loss: bool = False
+    ring_attention: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,6 +270,9 @@ def _layer(
     # The activation function, then softmax and dropout of the scores.
     moved += wide * inner * (ups + 1)
     back += wide * inner * (3 * ups + 1)
+    # Around a ring the outputs of all parts but the first are merged: read, and the sum read and written.
+    merged = (parts.cp - 1 if kernels.ring_attention else 0) * attentions
+    moved += merged * 3 * wide * output
     fused = flash or _softmax_is_fused(samples * heads, s)
     stored = 0 if flash else samples * heads * length * s * attentions
     there, again = _score_traffic(stored, fused, kernels.dropout)
@@ -284,7 +289,8 @@ def _layer(
         attention=scores,
         moved_bytes=moved,
         backward_bytes=back,
-        kernels=_num_kernels(shape, attentions, flash, fused),
+        # Each of these parts has its call of attention, two messages, and two that merge.
+        kernels=_num_kernels(shape, attentions, flash, fused) + 4 * merged,
         sums=2 * (attentions + 1) * int(tp > 1),
         forward_sums=(attentions + 1) * int(tp > 1),
         summed_bytes=stream,

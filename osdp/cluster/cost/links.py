@@ -91,13 +91,15 @@ class SlotHardware:
         memory: Memory of its smallest device, in bytes.
         limit: What predicted peaks may take of it.
         tensor: Ring of a tensor-parallel group.
-        data: Ring of the ranks that hold the same weights: a data-parallel group, of all context-parallel
-            ranks together.
+        data: Ring of the ranks that share the same weights: a data-parallel group, of all context-parallel
+            ranks together, or the part of it in which they are sharded.
+        copies: Ring of the ranks that hold the same shards.
         expert_data: Ring of the ranks that hold the same experts.
         context: Ring of a context-parallel group.
         experts: An expert-parallel group.
         within: Link to the next stage in the same node.
-        between: Link to a stage in another node, as one device has it while all devices of this node send.
+        between: Link to a stage in another node, as one device has it while all devices of this node send: at
+            most one network adapter.
     """
 
     gpus: tuple[Gpu, ...]
@@ -105,6 +107,7 @@ class SlotHardware:
     limit: int
     tensor: Ring
     data: Ring
+    copies: Ring
     expert_data: Ring
     context: Ring
     experts: AllToAll
@@ -134,6 +137,8 @@ def slot_hardware(
     devices = min(kind.devices for kind in kinds)
     senders = min(devices, ranks)
     network = _slowest([within, _share(out, tp)])
+    # Between two devices one adapter carries all.
+    flow = _slowest([kind.flow for kind in kinds])
     # Expert-parallel groups are consecutive ranks of those with the same weights. So many of one are in a
     # node, whose link carries a ring of holders of the same experts for each of them.
     near = math.gcd(layout.ep, max(devices // tp, 1)) if crosses else layout.ep
@@ -143,17 +148,21 @@ def slot_hardware(
         memory=memory,
         limit=int(memory / margin),
         tensor=Ring(tp, within),
-        data=Ring(layout.replicas, network, sum(slot.nodes), within.latency)
-        if crosses
-        else Ring(layout.replicas, within),
+        data=Ring(layout.shards, network, sum(slot.nodes), within.latency)
+        if crosses and (not layout.shard_degree or devices % (tp * layout.shard_degree))
+        else Ring(layout.shards, within),
+        # All devices of a node are in rings of copies of their own.
+        copies=Ring(
+            layout.replicas // layout.shards, _slowest([within, _share(out, senders)]) if crosses else within
+        ),
         expert_data=Ring(
             layout.replicas // layout.ep, _slowest([within, _share(out, tp * near)]) if crosses else within
         ),
         # Groups that do not fill nodes evenly are as slow as those that cross from one to the next.
-        context=Ring(cp, network if crosses and devices % (tp * cp) else within),
+        context=Ring(cp, _slowest([network, flow]) if crosses and devices % (tp * cp) else within),
         experts=AllToAll(layout.ep, near, within, _share(out, senders)),
         within=within,
-        between=_slowest([within, _share(out, senders)]),
+        between=_slowest([within, _share(out, senders), flow]),
     )
 
 

@@ -6,8 +6,8 @@ once, and equal stages have equal costs to the last bit.
 
 Bytes of weights, gradients and optimizer states under ZeRO are those of Rajbhandari et al. (SC 2020,
 arXiv:1910.02054, section 5). Communication volumes are those of the collectives actually run: gradients are
-reduced in ``reduce_bytes`` and weights gathered in ``weight_bytes`` per number; ZeRO 2 and 3 reduce-scatter
-gradients after every microbatch, and ZeRO 3 all-gathers weights for every forward and every backward.
+reduced in ``reduce_bytes`` and weights gathered in ``weight_bytes`` per number; ZeRO 2 and 3 reduce gradients
+after every microbatch, and ZeRO 3 all-gathers weights for every forward and every backward.
 """
 
 import math
@@ -146,6 +146,7 @@ class ClusterPrices:
             dropout=workload.has_dropout,
             fused_gate=workload.fused_gate,
             fused_loss=workload.fused_loss,
+            ring_attention=workload.ring_attention,
         )
         self.rates = rates
         self.items = workload.shape.items
@@ -187,7 +188,8 @@ class ClusterPrices:
     def hardware(self, layout: ParallelLayout, slot: StageSlot) -> SlotHardware:
         """Devices and links of a slot."""
         margin = self.spread(layout).peak_high if self.certain else 1.0
-        key = (layout.degrees.tp, layout.degrees.dp, layout.cp, layout.ep, slot.nodes, margin)
+        degrees = layout.degrees
+        key = (degrees.tp, degrees.dp, layout.cp, layout.ep, layout.shard_degree, slot.nodes, margin)
         if key not in self._hardware:
             self._hardware[key] = slot_hardware(self.cluster, layout, slot, margin=margin)
         return self._hardware[key]
@@ -207,7 +209,7 @@ class ClusterPrices:
     def item_prices(self, layout: ParallelLayout, slot: StageSlot) -> dict[Item, ItemPrices]:
         """Costs of each kind of item, in order of first appearance in the chain."""
         degrees, strategy = layout.degrees, layout.strategy
-        parts = (layout.samples, layout.token_slices, layout.cp, layout.ep)
+        parts = (layout.samples, layout.token_slices, layout.cp, layout.ep, layout.shard_degree)
         key = (degrees.tp, degrees.dp, *parts, strategy, slot.nodes)
         if key not in self._items:
             hardware = self.hardware(layout, slot)
@@ -229,8 +231,9 @@ class ClusterPrices:
     ) -> Floats:
         """Exposed seconds of the collectives at the end of a step.
 
-        ZeRO 0 all-reduces gradients, ZeRO 1 reduce-scatters them; ZeRO 1 and 2 then all-gather the updated
-        weights. ZeRO 2 and 3 have reduced their gradients in every microbatch.
+        ZeRO 0 all-reduces gradients, ZeRO 1 reduce-scatters them, or all-reduces them where the framework
+        does (``whole_reductions``); ZeRO 1 and 2 then all-gather the updated weights. ZeRO 2 and 3 have
+        reduced their gradients in every microbatch.
 
         Args:
             layout: Degrees and sharding.
@@ -249,8 +252,10 @@ class ClusterPrices:
         fixed = ring.scatter_seconds(0.0) if zero else ring.reduce_seconds(0.0) / 2
         of_byte = _seconds_of_byte(layout, hardware, parameters, undivided)
         # In units of one reduce-scatter; an all-reduce costs two.
-        scatters = {0: 2, 1: 1}.get(zero, 0)
-        reduction = scatters * (fixed + load.reduce_bytes * of_byte)
+        scatters = {0: 2, 1: 1 + load.whole_reductions}.get(zero, 0)
+        reduction = scatters * (fixed + load.reduce_bytes * of_byte) + _copied_seconds(
+            layout, hardware, load.reduce_bytes * parameters
+        ) * (zero == 1)
         exposed = reduction - load.overlap * np.minimum(reduction, backward)
         if zero == 1 or (zero == 2 and not load.gathers_each_microbatch):
             gather = fixed + load.weight_bytes * of_byte
@@ -261,25 +266,28 @@ class ClusterPrices:
     def update_seconds(
         self, layout: ParallelLayout, hardware: SlotHardware, parameters: Floats, undivided: Floats
     ) -> Floats:
-        """Seconds of the optimizer step: gradients are read, weights and states are read and written."""
+        """Seconds of the optimizer step: gradients are read, weights and states are read and written.
+
+        With those of passes over all gradients before they are sharded.
+        """
         load = self.workload
         moved = load.gradient_bytes + 2 * (load.weight_bytes + load.state_bytes)
         held = self.updated(layout.strategy, layout, parameters, undivided)
         slowest = min(gpu.memory_bandwidth * self.rates.on(gpu.name).memory_share for gpu in hardware.gpus)
-        seconds: Floats = held * (moved / slowest)
+        seconds: Floats = held * (moved / slowest) + parameters * (load.whole_passes_bytes / slowest)
         return seconds
 
     def updated(
         self, strategy: LayerStrategy, layout: ParallelLayout, parameters: Floats, undivided: Floats
     ) -> Floats:
         """Parameters that a rank's optimizer updates; ``undivided`` as for :meth:`gradient_seconds`."""
-        return undivided / layout.replicas if strategy.zero else parameters
+        return undivided / layout.shards if strategy.zero else parameters
 
     def parameter_bytes(
         self, strategy: LayerStrategy, layout: ParallelLayout, parameters: Floats, undivided: Floats
     ) -> tuple[Floats, Floats, Floats]:
         """Bytes of weights, gradients and optimizer states that a rank keeps; arguments as above."""
-        load, sharded = self.workload, undivided / layout.replicas
+        load, sharded = self.workload, undivided / layout.shards
         sizes = ((load.weight_bytes, 3), (load.gradient_bytes, 2), (load.state_bytes, 1))
         zero = self._shards_while_running(strategy, layout)
         weights, gradients, states = (
@@ -344,6 +352,7 @@ class ClusterPrices:
                 layout,
                 hardware,
                 float(_seconds_of_byte(layout, hardware, np.array(parameters), np.array(undivided))),
+                float(_copied_seconds(layout, hardware, np.array(self.workload.reduce_bytes * parameters))),
                 slices * forward,
                 slices * (backward + recomputed),
             ),
@@ -420,17 +429,27 @@ class ClusterPrices:
         return self._factors[key]
 
     def _shards(
-        self, layout: ParallelLayout, hardware: SlotHardware, of_byte: float, forward: float, backward: float
+        self,
+        layout: ParallelLayout,
+        hardware: SlotHardware,
+        of_byte: float,
+        copied: float,
+        forward: float,
+        backward: float,
     ) -> float:
         """Exposed seconds of the collectives that ZeRO 2 and 3 run in every microbatch.
 
-        ``of_byte`` is what :func:`_seconds_of_byte` gives for an item.
+        ``of_byte`` and ``copied`` are what :func:`_seconds_of_byte` and :func:`_copied_seconds` give for an
+        item.
         """
         load, fixed = self.workload, hardware.data.scatter_seconds(0.0)
         zero = self._shards_while_running(layout.strategy, layout)
         if zero < 2 or layout.replicas == 1 or not of_byte:
             return 0.0
-        scatter, gather = fixed + load.reduce_bytes * of_byte, fixed + load.weight_bytes * of_byte
+        gather = fixed + load.weight_bytes * of_byte
+        scatter = fixed + load.reduce_bytes * of_byte + copied
+        if zero == 2 and load.whole_reductions:
+            scatter *= 2
         before_forward = gather if zero == 3 or load.gathers_each_microbatch else 0.0
         before_backward = gather if zero == 3 else 0.0
         overlap = load.overlap_under(zero)
@@ -498,6 +517,15 @@ def _seconds_of_byte(
     experts = (undivided - parameters) / (layout.ep - 1)
     of_byte = hardware.data.seconds_of_byte, hardware.expert_data.seconds_of_byte
     seconds: Floats = (parameters - experts) * of_byte[0] + experts * of_byte[1]
+    return seconds
+
+
+def _copied_seconds(layout: ParallelLayout, hardware: SlotHardware, nbytes: Floats) -> Floats:
+    """Seconds of the all-reduce of shards of gradients of ``nbytes`` with the groups that have copies."""
+    ring = hardware.copies
+    if ring.size == 1:
+        return np.zeros_like(nbytes, dtype=float)
+    seconds: Floats = ring.reduce_seconds(0.0) + nbytes / layout.shards * 2 * ring.seconds_of_byte
     return seconds
 
 

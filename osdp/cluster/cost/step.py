@@ -9,12 +9,17 @@ from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
 
+import numpy as np
+from numpy.typing import NDArray
+
 from osdp.cluster.cost.links import Ring, SlotHardware
 from osdp.cluster.cost.stage import ClusterPrices
 from osdp.cluster.cost.stage_table import StagePricer
 from osdp.cluster.plan import ClusterPlan, ParallelLayout, StageSlot, Workload
 from osdp.cluster.predicted import StepSeconds
 from osdp.cluster.transformer import Item
+
+Floats = NDArray[np.float64]
 
 #: Relative rounding of sums that are added up in different orders.
 ROUNDING = 1e-12
@@ -25,7 +30,8 @@ class StepFormula:
     """Seconds of a step of a layout, as a function of the seconds of its stages.
 
     With ``t_s`` the seconds of stage *s* for a microbatch, including the transfer over the boundary before
-    it, and ``e_s`` those of its gradient collectives and its optimizer step, ``m`` microbatches take ::
+    it (in the maximum as far as compute does not hide it, :func:`exposed_sends`), and ``e_s`` those of its
+    gradient collectives and its optimizer step, ``m`` microbatches take ::
 
         m max_s t_s + share * (sum_s t_s - max_s t_s) + max_s e_s + fixed
 
@@ -89,8 +95,7 @@ def border_seconds(
     """Seconds of the transfers between two stages for one microbatch: an output and its gradient.
 
     Each token slice is sent separately. ``nbytes`` are those that a rank needs of it; where tensor-parallel
-    ranks send parts, the receiving ones gather them. A rank of several stages computes another of them
-    meanwhile, for longer.
+    ranks send parts, the receiving ones gather them.
     """
     split = load.split_sends and not load.sequence_parallel and layout.degrees.tp > 1
     sent = nbytes / layout.degrees.tp if split else nbytes
@@ -99,8 +104,22 @@ def border_seconds(
     links = (after.within,) if same_node else (before.between, after.between)
     # Forward and backward. An interleaved rank sends for each of its stages.
     messages = 2 * layout.stages_per_rank * layout.token_slices
-    exposed = 1.0 - load.send_overlap if layout.stages_per_rank > 1 else 1.0
-    return exposed * messages * (max(link.seconds(sent) for link in links) + gathered)
+    return messages * (max(link.seconds(sent) for link in links) + gathered)
+
+
+def hidden_sends(load: Workload, layout: ParallelLayout) -> float:
+    """Part of messages between stages that compute may hide: a rank of several computes another meanwhile."""
+    return load.send_overlap if layout.stages_per_rank > 1 else 0.0
+
+
+def exposed_sends(hidden: float, sent: Floats | float, compute: Floats | float) -> Floats:
+    """Seconds of ``sent`` that remain beside ``compute``, while all ranks are busy; not in fill and drain.
+
+    Megatron-LM, which overlaps them, does so in the steady state alone (``overlap_p2p_comm_warmup_flush`` of
+    ``megatron/core/model_parallel_config.py`` is off by default).
+    """
+    exposed: Floats = sent - hidden * np.minimum(sent, compute)
+    return exposed
 
 
 def embedding_seconds(
@@ -202,7 +221,13 @@ def price(
     border = prices.border_bytes(layout)
     sends = transfer_seconds(prices, layout, hardware_by_slot, slots, border[list(bounds[:-1])].tolist())
     # 3. The slowest stage sets the pace of all microbatches, the stage with the longest end that of the rest.
-    times = [stage.seconds + sent for stage, sent in zip(found, sends, strict=True)]
+    hidden = hidden_sends(prices.workload, layout)
+    exposed = [
+        float(exposed_sends(hidden, sent, stage.seconds)) for stage, sent in zip(found, sends, strict=True)
+    ]
+    times = [stage.seconds + sent for stage, sent in zip(found, exposed, strict=True)]
+    # What goes from the last rank back to the first does so in the steady state.
+    total = sum(stage.seconds for stage in found) + exposed[0] + sum(sends[1:])
     slowest = times.index(max(times))
     last = max(found, key=lambda stage: stage.end)
     formula = step_formula(prices, layout, hardware_by_slot)
@@ -220,8 +245,8 @@ def price(
             context=m * sum(item.context for item in inside),
             experts=m * sum(item.experts for item in inside),
             shards=m * sum(item.shards for item in inside),
-            sends=m * sends[slowest],
-            bubble=formula.bubble(times[slowest], sum(times)),
+            sends=m * exposed[slowest],
+            bubble=formula.bubble(times[slowest], total),
             gradients=last.gradients,
             optimizer=last.optimizer + prices.rates.step_seconds,
             embedding=embedding_seconds(prices, layout, hardware_by_slot),

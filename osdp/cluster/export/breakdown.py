@@ -70,6 +70,8 @@ def step_parts(plan: ClusterPlan) -> tuple[tuple[str, float, str], ...]:
         replicas = f"{degrees.dp} x {layout.cp} data- and context-parallel ranks"
         what = f"keys and values over {layout.cp} ranks, where attention does not hide them"
         context = [("context parallelism", seconds.context, what)]
+    if layout.shard_degree:
+        replicas += f", in groups of {layout.shard_degree} that shard"
     if layout.ep > 1:
         what = f"tokens sent to experts on {layout.ep} ranks and back"
         replicas += f" (experts over {layout.replicas // layout.ep})"

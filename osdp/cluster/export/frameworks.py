@@ -83,7 +83,7 @@ def megatron(plan: ClusterPlan, workload: Workload, half: str) -> Export:
             words |= {"rotary-base": shape.rotary_base}
     if not workload.has_dropout:
         words |= {"hidden-dropout": "0.0", "attention-dropout": "0.0"}  # 0.1 by default
-    # With flash it chooses among the kernels that do not store scores.
+    # With flash it chooses among the kernels that do not store scores, if the GPU has one.
     words |= {"attention-backend": "auto" if workload.flash else "unfused"}
     if shape.gated:
         flags.append("swiglu")
@@ -107,15 +107,22 @@ def megatron(plan: ClusterPlan, workload: Workload, half: str) -> Export:
     if recomputes == {RecomputeLayers.NONE, RecomputeLayers.FULL}:
         notes.append("a different number of recomputed layers per stage: the maximum is written for all")
     # 3. Sharding, stages and schedule.
-    if zero:
-        text.append("--use-distributed-optimizer")
-    if workload.overlap:
+    text += _megatron_sharding(zero)
+    if layout.shard_degree and zero == 1:
+        text.append(f"--num-distributed-optimizer-instances {layout.replicas // layout.shards}")
+    elif layout.shard_degree:
+        notes.append(_groups_not_expressed(layout))
+    if workload.overlap and zero < 2:
         text.append("--overlap-grad-reduce" + " --overlap-param-gather" * bool(zero))
     if workload.tensor_overlap and degrees.tp > 1:
         text.append("--tp-comm-overlap")
-    text += ["--no-overlap-p2p-communication"] * (layout.stages_per_rank > 1 and not workload.send_overlap)
-    if zero > 1:
-        notes.append(f"ZeRO {zero}: the distributed optimizer is ZeRO 1")
+    if layout.stages_per_rank > 1 and not workload.send_overlap:
+        if degrees.pp > 2:
+            text.append("--no-overlap-p2p-communication")
+        else:  # which it asserts
+            notes.append(
+                "messages of stages on two ranks, which it overlaps: --target megatron-bf16 counts so"
+            )
     if not shape.causal and not shape.decoder_layers:
         notes.append("an encoder: these arguments are for its BERT, whose script adds its own")
     if shape.decoder_layers:
@@ -134,6 +141,23 @@ def megatron(plan: ClusterPlan, workload: Workload, half: str) -> Export:
     return Export("megatron_args.sh", " \\\n".join(text) + "\n", (*notes, *_limitations(plan)))
 
 
+def _groups_not_expressed(layout: ParallelLayout) -> str:
+    return f"sharding in groups of {layout.shard_degree}: all {layout.replicas} ranks shard"
+
+
+def _megatron_sharding(zero: int) -> list[str]:
+    """Arguments of a ZeRO stage: the distributed optimizer, or Megatron-FSDP."""
+    if zero < 2:
+        return ["--use-distributed-optimizer"] * zero
+    sharded = "optim_grads" if zero == 2 else "optim_grads_params"
+    return [
+        "--use-distributed-optimizer",
+        "--use-megatron-fsdp",
+        f"--data-parallel-sharding-strategy {sharded}",
+        "--ckpt-format fsdp_dtensor",
+    ]
+
+
 def _megatron_notes(layout: ParallelLayout, workload: Workload, half: str) -> list[str]:
     """What a model needs that neither its shape nor the layout says."""
     shape, tp = workload.shape, layout.degrees.tp
@@ -141,6 +165,11 @@ def _megatron_notes(layout: ParallelLayout, workload: Workload, half: str) -> li
         "what a shape does not tell: epsilon of norms, norms of queries and keys over their whole width, "
         "scaling of positions" + ", the function of gates (--swiglu has SiLU, Gemma GELU)" * shape.gated
     ]
+    if half == "float16" and workload.flash:
+        notes.append(
+            "attention on GPUs before Ampere, where it stores scores, which this plan does not count: plan "
+            "for those with --target megatron-fp16 or --no-flash"
+        )
     if half == "bfloat16" and workload.gradient_bytes < 4:
         notes.append("gradients in float32, which it keeps: --target megatron-bf16 counts them")
     if shape.experts:
@@ -148,7 +177,9 @@ def _megatron_notes(layout: ParallelLayout, workload: Workload, half: str) -> li
             "how the router is trained: tokens are taken to be spread evenly, which --moe-aux-loss-coeff (0 "
             "by default) or a bias is for; and whether its softmax comes first (--moe-router-pre-softmax)"
         )
-    if tp > 1 or layout.cp > 1:
+    if layout.strategy.zero > 1:
+        notes.append("an environment variable: Megatron-FSDP refuses CUDA_DEVICE_MAX_CONNECTIONS=1")
+    elif tp > 1 or layout.cp > 1:
         notes.append("an environment variable: GPUs before Blackwell need CUDA_DEVICE_MAX_CONNECTIONS=1")
     if shape.experts and tp > 1 and not workload.sequence_parallel:
         notes.append("tensor parallelism beside experts: refused there without sequence parallelism")
@@ -274,6 +305,8 @@ def deepspeed(plan: ClusterPlan, workload: Workload, half: str) -> Export:
         notes.append(
             f"cp={layout.cp}: it has no context parallelism, but Ulysses' sequence parallelism in code"
         )
+    if layout.shard_degree:
+        notes.append(_groups_not_expressed(layout))
     if layout.ep > 1:
         notes.append(f"ep={layout.ep}: deepspeed.moe.layer.MoE(ep_size={layout.ep}) in the model's code")
     if layout.recompute is not RecomputeLayers.NONE:
@@ -305,12 +338,14 @@ def accelerate(plan: ClusterPlan, workload: Workload, half: str) -> Export:
         f"  fsdp_reshard_after_forward: {str(layout.zero == 3).lower()}",
         f"  fsdp_activation_checkpointing: {recomputed}",
     ]
-    if degrees.tp > 1 or layout.cp > 1:
+    if degrees.tp > 1 or layout.cp > 1 or layout.shard_degree:
+        shards = layout.shard_degree or replicas
         lines += [
             "parallelism_config:",
             f"  parallelism_config_tp_size: {degrees.tp}",
-            f"  parallelism_config_dp_shard_size: {replicas}",
+            f"  parallelism_config_dp_shard_size: {shards}",
         ]
+        lines += [f"  parallelism_config_dp_replicate_size: {replicas // shards}"] * (shards < replicas)
         lines += [f"  parallelism_config_cp_size: {layout.cp}"] * (layout.cp > 1)
     notes = [
         f"gradient accumulation of {max(steps, 1)} steps in Accelerator, and batches of {layout.samples} "
@@ -342,8 +377,10 @@ def torchtitan(plan: ClusterPlan, workload: Workload, half: str) -> Export:
     words = {
         "parallelism.tensor_parallel_degree": degrees.tp,
         "parallelism.pipeline_parallel_degree": degrees.pp,
-        "parallelism.data_parallel_shard_degree": degrees.dp if sharded else 1,
-        "parallelism.data_parallel_replicate_degree": 1 if sharded else degrees.dp,
+        "parallelism.data_parallel_shard_degree": (layout.shard_degree or degrees.dp) if sharded else 1,
+        "parallelism.data_parallel_replicate_degree": (
+            degrees.dp // (layout.shard_degree or degrees.dp) if sharded else degrees.dp
+        ),
         # In pipelines weights are priced as kept for a step (osdp.cluster.targets).
         "parallelism.fsdp_reshard_after_forward": (
             "always" if layout.zero == 3 and degrees.pp == 1 else "never"

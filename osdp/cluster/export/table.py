@@ -87,6 +87,7 @@ def _row(
         "token slices": layout.token_slices,
         "cp": layout.cp,
         "ep": layout.ep,
+        "shard degree": layout.shard_degree or layout.replicas,
         "compute time": seconds.compute,
         "recompute time": seconds.recompute,
         "TP time": seconds.tensor,

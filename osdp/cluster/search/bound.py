@@ -25,7 +25,7 @@ from osdp.cluster.cost.layer_runs import strategies_of
 from osdp.cluster.cost.links import SlotHardware
 from osdp.cluster.cost.mixed_runs import lower_hull
 from osdp.cluster.cost.stage import ClusterPrices
-from osdp.cluster.cost.step import ROUNDING, border_seconds, step_formula, wrap_seconds
+from osdp.cluster.cost.step import ROUNDING, border_seconds, hidden_sends, step_formula, wrap_seconds
 from osdp.cluster.plan import ParallelLayout
 from osdp.cluster.search.space import Family, SlotGroups
 from osdp.cluster.transformer import LAYERS, Item
@@ -94,6 +94,7 @@ def _places(prices: ClusterPrices, layout: ParallelLayout, cells: SlotGroups) ->
     hardware_by_slot = {slot: prices.hardware(layout, slot) for slot in cells.slots}
     crossing = float(prices.border_bytes(layout)[1:-1].min())
     wrap = wrap_seconds(prices, layout, hardware_by_slot)
+    shown = 1.0 - hidden_sends(prices.workload, layout)
     layouts = tuple(
         layout.with_strategy(strategy) for strategy in strategies_of(layout, flash=prices.workload.flash)
     )
@@ -109,7 +110,9 @@ def _places(prices: ClusterPrices, layout: ParallelLayout, cells: SlotGroups) ->
                 border_seconds(prices.workload, layout, hardware, hardware, crossing, same_node=True)
             )
         priced = tuple(prices.item_prices(uniform, slot) for uniform in layouts)
-        places.append(_Place(hardware, layouts, priced, count * stages, min(borders), wrap))
+        # Compute may hide so much of them.
+        least = (shown * seconds for seconds in (min(borders), wrap))
+        places.append(_Place(hardware, layouts, priced, count * stages, *least))
     return places
 
 

@@ -24,7 +24,14 @@ from numpy.typing import NDArray
 
 from osdp.cluster.cost.stage import ClusterPrices
 from osdp.cluster.cost.stage_table import StagePricer, StageTables
-from osdp.cluster.cost.step import border_seconds, price, step_formula, wrap_seconds
+from osdp.cluster.cost.step import (
+    border_seconds,
+    exposed_sends,
+    hidden_sends,
+    price,
+    step_formula,
+    wrap_seconds,
+)
 from osdp.cluster.plan import ClusterPlan, ParallelLayout, StageSlot
 from osdp.cluster.search.bound import family_bound, lower_bound
 from osdp.cluster.search.placement import PlacementProblem, SlotGroup, place
@@ -196,6 +203,7 @@ def _cell_kind(
             ]
         )
 
+    hidden = hidden_sends(prices.workload, layout)
     first = np.arange(len(border))
     possible = first[None, :] - first[:, None] >= layout.stages_per_rank
     known: dict[int, tuple[Floats, Floats]] = {}
@@ -208,7 +216,7 @@ def _cell_kind(
             known[id(found.seconds)] = (found.seconds, np.where(possible, found.seconds, np.inf))
         seconds = known[id(found.seconds)][1]
         if rank == 0 and wrap:
-            seconds = seconds + wrap
+            seconds = seconds + exposed_sends(hidden, wrap, seconds)
         return StageTables(seconds, found.end, found.fits | (not limited))
 
     return SlotGroup(
@@ -217,4 +225,5 @@ def _cell_kind(
         at=at,
         inside=borders(own, same_node=True),
         after=tuple(borders(before, same_node=False) for before in by_slot.values()),
+        hidden=hidden,
     )

@@ -313,6 +313,7 @@ def _layouts_like(prices: ClusterPrices, plan: ClusterPlan) -> tuple[ParallelLay
         dp=(degrees.dp,),
         cp=(layout.cp,),
         ep=(layout.ep,),
+        shard_degrees=(layout.shard_degree,),
         samples=(layout.samples,),
         schedules=(layout.schedule,),
         token_slices=(layout.token_slices,),

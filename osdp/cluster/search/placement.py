@@ -5,10 +5,10 @@ cells of each kind must be used, in any order. Cut the chain and order the cells
 
     bottleneck * max_s t_s + share * sum_s t_s + max_s e_s
 
-where *t* is the seconds of a stage per microbatch, including the transfers over the boundary before it, and
-*e* its seconds at the end of a step: the part of :class:`osdp.cluster.cost.step.StepFormula` that cuts and
-placement decide. A stage must fit in the memory of its slot, which depends on its
-pipeline rank: early stages hold more microbatches. ::
+where *t* is the seconds of a stage per microbatch, including the transfers over the boundary before it (in
+the maximum those that compute does not hide), and *e* its seconds at the end of a step: the part of
+:class:`osdp.cluster.cost.step.StepFormula` that cuts and placement decide. A stage must fit in the memory of
+its slot, which depends on its pipeline rank: early stages hold more microbatches. ::
 
     items      0 1 2 3 4 5 6 7 8 9
     stages    |-----|---|-----|---|      bounds (0, 3, 5, 8, 10)
@@ -26,12 +26,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from osdp.cluster.cost.stage_table import StageTables
-from osdp.cluster.cost.step import ROUNDING
+from osdp.cluster.cost.step import ROUNDING, exposed_sends
 
 Floats = NDArray[np.float64]
 
@@ -47,6 +48,7 @@ class SlotGroup:
         inside: Seconds of the transfers over the boundary before each item, between two stages of one cell;
             shape ``(I + 1,)``.
         after: The same if the stage before is in another cell, by the kind of that cell; ``(I + 1,)`` each.
+        hidden: Part of these that compute may hide (:func:`osdp.cluster.cost.step.exposed_sends`).
     """
 
     count: int
@@ -54,6 +56,7 @@ class SlotGroup:
     at: Callable[[int], StageTables]
     inside: Floats
     after: tuple[Floats, ...]
+    hidden: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -151,16 +154,18 @@ class _Search:
         self._problem = problem
         self._counts = tuple(cell.count for cell in problem.cells)
         self._at: dict[tuple[int, int], StageTables] = {}
-        #: Seconds of all stages including the transfers before them, with the plain table (kept alive for its
-        #: ``id``). Key: kind of the cell before, or -1 inside a cell, and the ``id`` of the plain table,
-        #: which pipeline ranks may share.
-        self._seconds: dict[tuple[int, int], tuple[Floats, Floats]] = {}
+        #: Seconds of all stages including the transfers before them, as far as compute does not hide them and
+        #: in full, with the plain table (kept alive for its ``id``). Key: kind of the cell before, or -1
+        #: inside a cell, and the ``id`` of the plain table, which pipeline ranks may share.
+        self._seconds: dict[tuple[int, int], tuple[Floats, Floats, Floats]] = {}
 
     def least(self, *, of_end: bool = False, limit: float = math.inf) -> float:
         """Minimum of the slowest stage's seconds, or of the longest end, over all arrangements."""
         found = self._sweep(
             np.maximum,
-            lambda kind, before, rank: self._entries(kind, before, rank, math.inf, limit, of_end),
+            lambda kind, before, rank: self._entries(
+                kind, before, rank, math.inf, limit, "end" if of_end else "slowest"
+            ),
         )
         return min((float(vector[-1]) for vector, _ in found[self._counts].values()), default=math.inf)
 
@@ -214,7 +219,7 @@ class _Search:
     def _least_sum(self, pace: float, limit: float) -> tuple[float, Arrangement]:
         """Minimum sum with stages no slower than ``pace``, infinite if there is none; and its arrangement."""
         states = self._sweep(
-            np.add, lambda kind, before, rank: self._entries(kind, before, rank, pace, limit, False)
+            np.add, lambda kind, before, rank: self._entries(kind, before, rank, pace, limit, "sum")
         )
         last, (vector, _) = min(states[self._counts].items(), key=lambda item: (item[1][0][-1], item[0]))
         total = float(vector[-1])
@@ -235,11 +240,19 @@ class _Search:
             last = before
         return total, Arrangement(tuple(order[::-1]), tuple(bounds[::-1]), math.inf)
 
-    def _entries(self, kind: int, before: int, rank: int, pace: float, limit: float, of_end: bool) -> Floats:
-        """Seconds, or ends, of all stages within ``pace`` and ``limit``, else inf; ``(I + 1, I + 1)``."""
-        seconds, end = self._with_border(kind, before, rank), self._tables(kind, rank).end
-        possible = np.isfinite(seconds) & (seconds <= pace) & (end <= limit)
-        return np.where(possible, end if of_end else seconds, math.inf)
+    def _entries(
+        self,
+        kind: int,
+        before: int,
+        rank: int,
+        pace: float,
+        limit: float,
+        of: Literal["slowest", "sum", "end"],
+    ) -> Floats:
+        """Seconds or ends of all stages within ``pace`` and ``limit``, else inf; ``(I + 1, I + 1)``."""
+        (exposed, whole), end = self._with_border(kind, before, rank), self._tables(kind, rank).end
+        possible = np.isfinite(exposed) & (exposed <= pace) & (end <= limit)
+        return np.where(possible, {"slowest": exposed, "sum": whole, "end": end}[of], math.inf)
 
     def _tables(self, kind: int, rank: int) -> StageTables:
         # Kept for the lifetime of the search, so that the ``id`` of a table is a safe cache key.
@@ -247,14 +260,16 @@ class _Search:
             self._at[kind, rank] = self._problem.cells[kind].at(rank)
         return self._at[kind, rank]
 
-    def _with_border(self, kind: int, before: int, rank: int) -> Floats:
+    def _with_border(self, kind: int, before: int, rank: int) -> tuple[Floats, Floats]:
         plain = self._tables(kind, rank).seconds
         key = (before, id(plain))
         if key not in self._seconds:
             cell = self._problem.cells[kind]
-            border = cell.inside if before < 0 else cell.after[before]
-            self._seconds[key] = (plain, plain + border[:, None])
-        return self._seconds[key][1]
+            border = (cell.inside if before < 0 else cell.after[before])[:, None]
+            whole = plain + border
+            exposed = plain + exposed_sends(cell.hidden, border, plain) if cell.hidden else whole
+            self._seconds[key] = (plain, exposed, whole)
+        return self._seconds[key][1:]
 
     def _sweep(
         self, join: np.ufunc, entries: Callable[[int, int, int], Floats]
@@ -330,7 +345,7 @@ class _Search:
 
     def _times(self, arrangement: Arrangement) -> list[float]:
         return [
-            float(self._with_border(kind, before, rank)[a, b])
+            float(self._with_border(kind, before, rank)[0][a, b])
             for rank, (kind, before, a, b) in enumerate(self._stages(arrangement))
         ]
 

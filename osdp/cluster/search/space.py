@@ -24,6 +24,9 @@ from osdp.cluster.transformer import TransformerShape
 from osdp.plan.dims import ParallelDims
 from osdp.plan.schedules import ONE_STAGE, SCHEDULE_KINDS
 
+#: As a shard degree: the ranks of one node.
+NODE = -1
+
 #: Tokens of a sequence from which on context parallelism is searched without being asked for; a limit on the
 #: time of a search, not a claim that it is never faster below.
 LONG_SEQUENCE = 2**15
@@ -50,6 +53,8 @@ class LayoutSpace:
         ep: Expert-parallel degrees.
         unstaged_zero: ZeRO stages that are not combined with pipelines.
         unsplit_zero: ZeRO stages that are not combined with tensor parallelism.
+        shard_degrees: Ranks among which ZeRO stages shard: 0 for all that hold the same weights, :data:`NODE`
+            for those of a node, or numbers of them; those that fit.
         whole_groups: Whether ranks of several stages need a multiple of their number of microbatches.
     """
 
@@ -66,6 +71,7 @@ class LayoutSpace:
     ep: tuple[int, ...] = ()
     unstaged_zero: tuple[int, ...] = ()
     unsplit_zero: tuple[int, ...] = ()
+    shard_degrees: tuple[int, ...] = (0,)
     whole_groups: bool = False
 
 
@@ -176,7 +182,8 @@ def families(
     used = [group.node for group, count in zip(cluster.groups, counts, strict=True) if count]
     world = sum(group.node.devices * count for group, count in zip(cluster.groups, counts, strict=True))
     shape, batch = workload.shape, workload.global_batch
-    for tp in _divisors(math.gcd(*(node.devices for node in used))):
+    node = math.gcd(*(node.devices for node in used))
+    for tp in _divisors(node):
         if (space.tp and tp not in space.tp) or tensor_fault(workload, tp):
             continue
         for cp, dp in _replicas(workload, space, world // tp):
@@ -196,7 +203,7 @@ def families(
                     continue
                 batches = samples, batch // dp // samples
                 plain = ParallelLayout(ParallelDims(pp, dp, tp), *batches, token_slices=slices, cp=cp, ep=ep)
-                if layouts := tuple(_layouts(workload, space, plain)):
+                if layouts := tuple(_layouts(workload, space, plain, node // tp)):
                     yield Family(plain, layouts, cells)
 
 
@@ -219,7 +226,10 @@ def _context_degrees(workload: Workload, space: LayoutSpace, ranks: int) -> list
     return [cp for cp in degrees if ranks % cp == 0 and not context_fault(workload, cp)]
 
 
-def _layouts(workload: Workload, space: LayoutSpace, plain: ParallelLayout) -> Iterator[ParallelLayout]:
+def _layouts(
+    workload: Workload, space: LayoutSpace, plain: ParallelLayout, near: int
+) -> Iterator[ParallelLayout]:
+    """Layouts of a family; ``near`` data-parallel ranks are in a node."""
     shape, degrees = workload.shape, plain.degrees
     for schedule, stages in _schedules(space) if degrees.pp > 1 else ((ONE_STAGE, 1),):
         kind = SCHEDULE_KINDS[schedule]
@@ -237,13 +247,24 @@ def _layouts(workload: Workload, space: LayoutSpace, plain: ParallelLayout) -> I
             # Weight gradients that are computed apart can be neither reduced nor cast.
             alone = plain.stage_ranks == 1 and workload.weight_bytes == SINGLE
             if not kind.splits_backward or (alone and recompute is RecomputeLayers.NONE):
-                yield replace(
-                    plain,
-                    schedule=schedule,
-                    recompute=recompute,
-                    zero=zero,
-                    virtual_stages=0 if stages == kind.stages_per_rank else stages,
-                )
+                for degree in _shard_degrees(space, plain, zero, near):
+                    yield replace(
+                        plain,
+                        schedule=schedule,
+                        recompute=recompute,
+                        zero=zero,
+                        virtual_stages=0 if stages == kind.stages_per_rank else stages,
+                        shard_degree=degree,
+                    )
+
+
+def _shard_degrees(space: LayoutSpace, plain: ParallelLayout, zero: int | None, near: int) -> Iterator[int]:
+    """Shard degrees that a layout may have; 0 for all of its ranks."""
+    groups = zero and plain.cp == plain.ep == 1
+    for asked in space.shard_degrees:
+        degree = near if asked == NODE else asked
+        if not degree or (groups and 1 < degree < plain.replicas and not plain.replicas % degree):
+            yield degree
 
 
 def _schedules(space: LayoutSpace) -> Iterator[tuple[str, int]]:

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from osdp.cluster.cost.layer_work import Kernels, SequenceParts, layer_work
@@ -228,6 +229,83 @@ def test_the_parts_add_up_and_every_border_is_paid_for() -> None:
     sent = 2 * prices.border_bytes(layout)[2] * 4 * (1e-8 - 2e-10)
     grown = slower.seconds.pipeline - seconds.pipeline
     assert grown == pytest.approx((8 + 2) * sent, rel=0.05)
+
+
+def test_compute_hides_messages_of_interleaved_stages_up_to_its_own_length() -> None:
+    """On slow networks four fifths of messages were hidden behind compute that was far shorter."""
+    layout = ParallelLayout(ParallelDims(4, 2, 2), 1, 8, schedule="interleaved")
+    found = []
+    for bandwidth in (1e6, 1e5):
+        slow = cluster((replace(node_type(FAST, 4), outside=NetworkLink(bandwidth, 2e-5)), 4))
+        prices = ClusterPrices(slow, replace(workload(8, global_batch=16), send_overlap=0.8))
+        found.append(price(prices, layout, (0, 3, 5, 7, 10), [StageSlot((1,))] * 4))
+    messages = 2 * layout.stages_per_rank * ClusterPrices(FOUR, workload(8)).border_bytes(layout)[2] * 4
+    grown = found[1].seconds.pipeline - found[0].seconds.pipeline
+    # What the rank waits for in the steady state, less what it computes; fill and drain hide nothing.
+    assert grown >= 8 * messages * (1e-5 - 1e-6)
+    compute = found[0].seconds.compute
+    assert found[0].seconds.sends == pytest.approx(8 * messages * 1e-6 - 0.8 * compute, rel=0.1)
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_groups_shard_among_their_ranks_and_reduce_with_their_copies(zero: int) -> None:
+    """HSDP: a quarter of the shards, gathers inside a node, and an all-reduce of shards between nodes."""
+    load = workload(global_batch=16)
+    whole = ParallelLayout(ParallelDims(1, 16, 1), 1, 1, zero=zero)
+    groups = replace(whole, shard_degree=4)
+    prices = ClusterPrices(FOUR, load)
+    plans = [price(prices, each, (0, len(prices.items)), [StageSlot((4,))]) for each in (whole, groups)]
+    assert plans[1].stages[0].states == pytest.approx(4 * plans[0].stages[0].states, abs=8)
+    assert groups.sharding == f"zero{zero} in 4" and groups.shards == 4
+    hardware = prices.hardware(groups, StageSlot((4,)))
+    assert (hardware.data.size, hardware.data.link) == (4, node_type(FAST).inside)
+    assert hardware.copies.size == 4 and hardware.copies.link.bandwidth == 5e9 / 4
+    numbers = np.array([1e8])
+    seconds = prices.gradient_seconds(groups, hardware, numbers, numbers, 0.0)
+    own = {1: hardware.data.scatter_seconds(2e8), 2: 0.0, 3: 0.0}[zero]
+    own += hardware.copies.reduce_seconds(2e8 / 4) * (zero == 1)
+    own += hardware.data.scatter_seconds(2e8) * (zero < 3)
+    assert float(seconds[0]) == pytest.approx(own, rel=1e-6)
+    if zero == 3:  # gathers stay in the node; reductions send half as much again between nodes
+        assert 0 < plans[1].seconds.shards < plans[0].seconds.shards
+
+
+@pytest.mark.parametrize(
+    ("degree", "changes", "said"),
+    [(3, {}, "does not divide dp=16"), (16, {}, "several groups"), (4, {"zero": 0}, "needs a ZeRO stage")],
+)
+def test_shard_degrees_that_make_no_groups_are_refused(
+    degree: int, changes: dict[str, int], said: str
+) -> None:
+    with pytest.raises(ValueError, match=said):
+        replace(ParallelLayout(ParallelDims(1, 16, 1), 1, 1, zero=3), shard_degree=degree, **changes)
+
+
+def test_one_message_takes_one_adapter() -> None:
+    """A pipeline of single devices was given the bandwidth of all adapters of its nodes."""
+    wide = replace(node_type(FAST, 8), outside=NetworkLink(4e11, 2e-5))
+    one = ParallelLayout(ParallelDims(2, 1, 1), 1, 8)
+    for adapters, flow in ((0, 5e10), (4, 1e11), (16, 2.5e10)):
+        hardware = ClusterPrices(cluster((replace(wide, adapters=adapters), 2)), workload()).hardware(
+            one, StageSlot((1,))
+        )
+        assert hardware.between.bandwidth == flow
+    context = ParallelLayout(ParallelDims(1, 1, 1), 1, 8, cp=16)
+    hardware = ClusterPrices(cluster((wide, 2)), workload()).hardware(context, StageSlot((2,)))
+    assert hardware.context.link.bandwidth == 5e10 < hardware.data.link.bandwidth
+
+
+def test_a_ring_of_attention_calls_and_merges_for_each_part() -> None:
+    """The more context-parallel ranks, the more kernels a rank calls on the same tokens."""
+    long = [shape(1, sequence=256 * cp, positions=256 * cp) for cp in (1, 8)]
+    parts = [
+        layer_work(each, Item.LAYER, 1, 1, parts=SequenceParts(1, cp))
+        for each, cp in zip(long, (1, 8), strict=True)
+    ]
+    assert parts[1].kernels == parts[0].kernels + 4 * 7
+    assert parts[1].moved_bytes - parts[0].moved_bytes == 7 * 3 * 256 * 512 * 2
+    gathered = layer_work(long[1], Item.LAYER, 1, 1, Kernels(ring_attention=False), parts=SequenceParts(1, 8))
+    assert gathered.kernels == parts[0].kernels
 
 
 def test_a_network_is_shared_by_the_rings_that_cross_it() -> None:

@@ -45,6 +45,20 @@ def test_context_parallelism_is_exported_where_it_exists() -> None:
     assert any("sharded over the 4 context-parallel ranks" in note for note in sharded.notes)
 
 
+def test_groups_that_shard_are_exported_where_they_exist() -> None:
+    plans = {}
+    for zero in (1, 3):
+        layout = ParallelLayout(ParallelDims(1, 8, 1), 1, 1, zero=zero, shard_degree=4)
+        plans[zero] = price(ClusterPrices(NODES, LOAD), layout, (0, 8), [StageSlot((2,))])
+    megatron, deepspeed, accelerate, torchtitan = exports(plans[3], LOAD)
+    assert "--num-distributed-optimizer-instances 2" in exports(plans[1], LOAD)[0].text
+    for each in (megatron, deepspeed):
+        assert "sharding in groups of 4: all 8 ranks shard" in each.notes
+    assert "dp_shard_size: 4" in accelerate.text and "dp_replicate_size: 2" in accelerate.text
+    assert "--parallelism.data_parallel_shard_degree '4'" in torchtitan.text
+    assert "--parallelism.data_parallel_replicate_degree '2'" in torchtitan.text
+
+
 def test_latent_attention_and_norms_of_heads_are_exported() -> None:
     latent = replace(
         LOAD.shape, biases=False, positions=0, kv_latent=64, query_latent=96, rotary_width=16, value_width=32
