@@ -223,6 +223,29 @@ def mode_is_set_by_attribute() -> None:
     assert model.module.training and model.training and model.blocks[0].training
 
 
+def refuses_layers_that_took_anothers_place() -> None:
+    for layout in ("replicate all", "mixed leaves"):
+        model = wrapped(layout)
+        model.blocks[0].norm = Normed(model.blocks[0].norm)
+        with pytest.raises(RuntimeError, match=r"blocks\.0\.norm.*was exchanged for another"):
+            model(tokens(0, 2, 6))
+    # One that is left out, and one that is wrapped, are none.
+    model = wrapped("replicate all")
+    model.blocks[0].norm = nn.Sequential(model.blocks[0].norm)
+    model(tokens(0, 2, 6))
+
+
+class Normed(nn.Module):
+    """With the parameters of another norm."""
+
+    def __init__(self, norm: nn.LayerNorm) -> None:
+        super().__init__()
+        self.weight, self.bias, self.shape = norm.weight, norm.bias, norm.normalized_shape
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.layer_norm(x, self.shape, self.weight, self.bias)
+
+
 def takes_states_of_a_plain_optimizer() -> None:
     """Whole states, the same on all ranks, into an optimizer over shards, before its first step and later."""
     torch.manual_seed(7)
@@ -252,6 +275,7 @@ CHECKS = (
     looks_like_the_model,
     mode_is_set_by_attribute,
     takes_states_of_a_plain_optimizer,
+    refuses_layers_that_took_anothers_place,
     parameters_are_the_stored_ones_in_between,
     recovers_clips_and_keeps,
     refuses,

@@ -147,6 +147,25 @@ class PlannedParameters:
                     "parameter.copy_(...)"
                 )
 
+    def check_modules(self) -> None:
+        """Raise if a parameter of the plan is registered by a module that came in another's place.
+
+        Nothing gathers it there, and nothing reduces its gradients.
+
+        Raises:
+            RuntimeError: One is.
+        """
+        modules = set(map(id, self._model.modules()))
+        there = {id(parameter) for parameter in self._model.parameters()}
+        for parameter in self._all:
+            gone = [module for module, _ in parameter.owned.places if id(module) not in modules]
+            if gone and {id(parameter.stored), id(parameter.compute)} & there:
+                raise RuntimeError(
+                    f"the layer of {parameter.name!r}, a {type(gone[0]).__name__}, was exchanged for another "
+                    "that has its parameter (SyncBatchNorm.convert_sync_batchnorm, a fused layer): exchange "
+                    "layers before wrapping, OSDP(convert(model), ...)"
+                )
+
     def _wholes(self, parameter: Parameter) -> list[object]:
         """The tensors that may be registered for ``parameter`` while it is gathered, besides ``compute``."""
         if isinstance(parameter, ShardedParameter):

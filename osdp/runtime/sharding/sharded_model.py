@@ -88,6 +88,7 @@ class ShardedModel:
         self._lockstep = lockstep
         self._recomputed = recomputed
         self._observer: StepObserver | None = None
+        self._modules_are_checked = False
         #: Whether forwards since the last optimizer step may have backwards to come.
         self._has_graphs = False
         #: Identities of the stored parameters that an optimizer has stepped.
@@ -414,6 +415,9 @@ class ShardedModel:
         self._recover_unfinished()
         # Before anything is gathered, which registers parameters again over whatever was put in their place.
         self.parameters.check_registered()
+        if not self._modules_are_checked:
+            self._modules_are_checked = True
+            self.parameters.check_modules()
         for parameter in self.parameters:
             parameter.path.follow_freezing(parameter.stored, parameter.compute)
         self._backward.follow_trainable()
