@@ -250,7 +250,13 @@ def test_only_layouts_that_the_target_runs_are_searched(
         assert ("zero2", False, True) in sharded
         run("cluster", "plan", *words, "--target", target, "--zero", "2", "--pp", "2", "--dp", "2")
     else:
-        assert kinds == ({"zero0", "zero2", "zero3"} if target == "fsdp" else {"zero0", "zero1"})
+        in_groups = {"zero2 in 2", "zero3 in 2"}  # of the ranks of a node
+        fsdp = {"zero0", "zero2", "zero3", *in_groups}
+        assert kinds == (fsdp if target == "fsdp" else {"zero0", "zero1"})
+    if target == "megatron-bf16":
+        groups = ["--shard-degree", "2", "--dp", "4", "--json", str(path)]
+        run("cluster", "plan", *words, "--target", target, *groups)
+        assert {row["dp_method"] for row in json.loads(path.read_text(encoding="utf8"))} == {"zero1 in 2"}
 
 
 def test_memory_is_what_the_target_keeps(words: list[str], tmp_path: Path) -> None:
