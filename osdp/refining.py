@@ -330,15 +330,16 @@ class Refiner:
 
     def _decide(self, recorded: list[RecordedStep]) -> None:
         plan, group = self._model.plan, self._model._applied.mesh.get_group()
-        trained = [each for each in self._model._applied.stored_parameters() if each.requires_grad]
         # What the optimizer does decides how much memory plans have to leave.
-        plan = replace(plan, training=as_stepped(plan.training, self._optimizers, trained))
-        control, sharded = Control.over(self._model._applied.mesh), self._model._applied.sharded
-        found = [(recorded, sharded.has_users_hooks)]
-        if control is not None:
-            sharded.meet("the refinement of the plan")
-            found = control.gather(found[0], "the refinement of the plan")
-        everyone, self._has_hooks = [steps for steps, _ in found], any(hooked for _, hooked in found)
+        plan = replace(
+            plan,
+            training=as_stepped(
+                plan.training,
+                self._optimizers,
+                [each for each in self._model._applied.stored_parameters() if each.requires_grad],
+            ),
+        )
+        everyone = self._of_all_ranks(recorded)
         shapes = {shape for steps in everyone for step in steps for shape in step.shapes}
         if not self._again and (
             len(shapes) > 1 or any(len({step.batch for step in steps}) > 1 for steps in everyone)
@@ -387,6 +388,20 @@ class Refiner:
             self._end(seconds, other)
         else:
             self._take(other, seconds)
+
+    def _of_all_ranks(self, recorded: list[RecordedStep]) -> list[list[RecordedStep]]:
+        """What each rank has recorded; notes whether any has hooks.
+
+        The model under its plan is kept by no caller: a switch is to free it.
+        """
+        sharded, what = self._model._applied.sharded, "the refinement of the plan"
+        found = [(recorded, sharded.has_users_hooks)]
+        control = Control.over(sharded.mesh)
+        if control is not None:
+            sharded.meet(what)
+            found = control.gather(found[0], what)
+        self._has_hooks = any(hooked for _, hooked in found)
+        return [steps for steps, _ in found]
 
     def _take(self, found: NextPlan, seconds: float) -> None:
         """Go on under what was found, or end."""

@@ -74,8 +74,10 @@ def trains_on_under_another_plan(from_the_start: bool) -> Refinement:
     assert model.refinement is None
     losses, after = [], 0
     for index in range(36):
-        was = model.plan
+        was, running = model.plan, weakref.ref(model._applied)
         losses.append(step_on(model, optimizer, index, SEEN))
+        # Where the refiner held it during the switch, its parameters stayed: a third above the limit.
+        assert (running() is None) is (model.plan is not was)
         if index > 30:
             assert model.plan is was
         after += model.refinement is not None
