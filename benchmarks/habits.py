@@ -148,7 +148,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     harness.table("habits against a single process; the worse of both dtypes", ["habit", *heads], table)
     if chosen.everything:
         PAGE.parent.mkdir(exist_ok=True)
-        PAGE.write_text(refused_table(refused_sentences(outcomes), all_habits()))
+        PAGE.write_text(refused_table(refused_sentences(outcomes), all_habits(), len(result.rows)))
     return harness.finish(result)
 
 

@@ -94,7 +94,13 @@ class GradientPath:
 
     def begin(self, stored: nn.Parameter) -> None:
         """Take hooks and the earlier gradient off the parameter at the start of a backward, where needed."""
-        self.had_gradient = stored.grad is not None
+        grad = stored.grad
+        self.had_gradient = grad is not None
+        if isinstance(grad, DTensor) and isinstance(stored, DTensor) and grad.placements != stored.placements:
+            # Of a parameter with fewer rows than ranks a backward of the user's own (a penalty on weights)
+            # gives all of it to each rank; FSDP2 adds what it reduces to the local part.
+            with torch.no_grad():
+                stored.grad = grad.redistribute(placements=stored.placements)
         if self.separate or self._kept_aside is not None or has_hooks(stored, self.own_hooks):
             self._held = HeldHooks(stored, self.own_hooks)
             self._earlier, stored.grad = stored.grad, None

@@ -56,18 +56,19 @@ def refused_sentences(outcomes: Mapping[Run, Outcome]) -> dict[str, str]:
     return {name: v.sentence for name, v in verdicts(outcomes).items() if v.kind == REFUSED}
 
 
-def refused_table(sentences: Mapping[str, str], habits: Mapping[str, Habit]) -> str:
+def refused_table(sentences: Mapping[str, str], habits: Mapping[str, Habit], measured: int) -> str:
     """The page of the documentation on habits that are refused.
 
     Args:
         sentences: What OSDP says, by habit.
         habits: All habits.
+        measured: Number of those that were run.
     """
     lines = [
         "# Habits that are refused",
         "",
-        f"Of {len(habits)} training habits (`tests/habits/`) {len(sentences)} are refused, each under every",
-        "plan with the sentence below, before anything is computed wrongly; all others train as in a single",
+        f"Of {measured} training habits (`tests/habits/`) {len(sentences)} are refused, each under every",
+        "plan with the sentence below, before anything is computed wrongly; the others train as in a single",
         "process. This page is written by `python -m benchmarks.habits`.",
         "",
         "| habit | what a user does | what OSDP says |",

@@ -118,3 +118,25 @@ def clears_the_head(mode: Mode) -> None:
 def test_clearing_a_part_is_refused_where_nothing_tells_which(mode: Mode) -> None:
     """A large parameter followed the small one nearest to it, though that was another module's."""
     run(2, clears_the_head, mode)
+
+
+def penalises_few_rows() -> None:
+    """Three rows on four ranks: a backward of the weights alone, then one of the loss."""
+    torch.manual_seed(3)
+    plain, model = (nn.Sequential(nn.Linear(48, 8), nn.Tanh(), nn.Linear(8, 3)).double() for _ in range(2))
+    model.load_state_dict(plain.state_dict())
+    world = dist.get_world_size()
+    wrapped = OSDP(model, plan=plan_by_hand(model, Mode.FULL_SHARD, world))
+    for each, ranks in ((plain, range(world)), (wrapped, [dist.get_rank()])):
+        penalty = sum((parameter.square().sum() for parameter in each.parameters()), torch.zeros(()).double())
+        penalty.backward()
+        for rank in ranks:
+            (each(batch_of(0, rank)).square().mean() / len(ranks)).backward()
+    for name, parameter in wrapped.named_parameters():
+        assert parameter.grad is not None
+        assert difference(whole(parameter.grad), plain.get_parameter(name).grad) < 1e-9, name
+
+
+def test_gradients_of_fewer_rows_than_ranks_are_added_to_their_shards() -> None:
+    """torch gives each rank all of such a gradient, and FSDP2 added a shard to it: the last rank crashed."""
+    run(4, penalises_few_rows)
