@@ -447,9 +447,8 @@ class ClusterPrices:
         if zero < 2 or layout.replicas == 1 or not of_byte:
             return 0.0
         gather = fixed + load.weight_bytes * of_byte
-        scatter = fixed + load.reduce_bytes * of_byte + copied
-        if zero == 2 and load.whole_reductions:
-            scatter *= 2
+        scatters = 2 if zero == 2 and load.whole_reductions else 1
+        scatter = scatters * (fixed + load.reduce_bytes * of_byte) + copied
         before_forward = gather if zero == 3 or load.gathers_each_microbatch else 0.0
         before_backward = gather if zero == 3 else 0.0
         overlap = load.overlap_under(zero)

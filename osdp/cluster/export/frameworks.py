@@ -112,17 +112,9 @@ def megatron(plan: ClusterPlan, workload: Workload, half: str) -> Export:
         text.append(f"--num-distributed-optimizer-instances {layout.replicas // layout.shards}")
     elif layout.shard_degree:
         notes.append(_groups_not_expressed(layout))
-    if workload.overlap and zero < 2:
-        text.append("--overlap-grad-reduce" + " --overlap-param-gather" * bool(zero))
-    if workload.tensor_overlap and degrees.tp > 1:
-        text.append("--tp-comm-overlap")
-    if layout.stages_per_rank > 1 and not workload.send_overlap:
-        if degrees.pp > 2:
-            text.append("--no-overlap-p2p-communication")
-        else:  # which it asserts
-            notes.append(
-                "messages of stages on two ranks, which it overlaps: --target megatron-bf16 counts so"
-            )
+    text += _megatron_overlap(layout, workload)
+    if layout.stages_per_rank > 1 and not workload.send_overlap and degrees.pp == 2:
+        notes.append("messages of stages on two ranks, which it overlaps: --target megatron-bf16 counts so")
     if not shape.causal and not shape.decoder_layers:
         notes.append("an encoder: these arguments are for its BERT, whose script adds its own")
     if shape.decoder_layers:
@@ -139,6 +131,20 @@ def megatron(plan: ClusterPlan, workload: Workload, half: str) -> Export:
             "stages"
         )
     return Export("megatron_args.sh", " \\\n".join(text) + "\n", (*notes, *_limitations(plan)))
+
+
+def _megatron_overlap(layout: ParallelLayout, workload: Workload) -> list[str]:
+    """Arguments that overlap communication with compute, or do not."""
+    degrees, zero = layout.degrees, layout.strategy.zero
+    text = []
+    if workload.overlap and zero < 2:
+        text.append("--overlap-grad-reduce" + " --overlap-param-gather" * bool(zero))
+    if workload.tensor_overlap and degrees.tp > 1:
+        text.append("--tp-comm-overlap")
+    # It asserts that messages are overlapped on two ranks of several stages.
+    if layout.stages_per_rank > 1 and not workload.send_overlap and degrees.pp > 2:
+        text.append("--no-overlap-p2p-communication")
+    return text
 
 
 def _groups_not_expressed(layout: ParallelLayout) -> str:
