@@ -7,7 +7,7 @@ attention that writes its scores, 1F1B, Adam in mixed precision. The rows do not
 are taken to be set up alike, with full recomputation if one of them would not fit 80 GB otherwise, and with
 none if all do. Steps of other machines are judged with ``--cluster``, the file of these, of one kind or
 several: a step ran on its first nodes, with as many layers in each stage, or items where the stages do not
-divide the layers.
+divide the layers. There the vocabulary is padded, as by Megatron-LM and what is built on it.
 
 - Zero-shot: the published rates (:data:`osdp.cluster.cost.rates.PUBLISHED`); nothing is fitted to the data.
 - Cross-validation: five parts, each predicted by coefficients fitted to the other four, with and without
@@ -48,7 +48,7 @@ from osdp.cluster.calibration.calibrate import (
     relative_errors,
 )
 from osdp.cluster.calibration.measured_step import MeasuredStep, read_steps
-from osdp.cluster.calibration.step_model import Fitted, Setting, assumed_recompute
+from osdp.cluster.calibration.step_model import Fitted, Setting, assumed_recompute, nodes_used
 from osdp.cluster.cost.rates import PUBLISHED
 from osdp.cluster.file import load_cluster
 from osdp.cluster.hardware import Cluster, Gpu, NetworkLink, NodeGroup, NodeType
@@ -131,7 +131,7 @@ def measure(options: Options) -> Result:
     steps = read_steps(options.data or "")
     setting = SETTING
     if options.cluster is not None:
-        setting = replace(setting, cluster=load_cluster(options.cluster))
+        setting = replace(setting, cluster=load_cluster(options.cluster), pads_vocabulary=True)
     setting = replace(setting, recompute=assumed_recompute(steps, setting))
     rows: dict[str, Row] = {}
     measured = np.array([step.seconds for step in steps])
@@ -164,6 +164,8 @@ def measure(options: Options) -> Result:
         {
             "name": "coefficients",
             "recompute": str(setting.recompute),
+            # Of each kind, that steps on so many devices are taken to have run on.
+            "nodes": repr({n: nodes_used(n, setting.cluster) for n in sorted({s.devices for s in steps})}),
             "rates": repr(replace(fitted.rates, corrections=())),
             "links": repr([(g.node.name, g.node.inside, g.node.outside) for g in fitted.cluster.groups]),
         }

@@ -6,6 +6,7 @@ reach (:mod:`osdp.cluster.cost.rates`, :mod:`osdp.cluster.file`); collectives ta
 """
 
 import re
+from dataclasses import replace
 
 from osdp.cluster.cost.links import Ring
 from osdp.cluster.cost.rates import PUBLISHED
@@ -117,9 +118,11 @@ def _links(group: NodeGroup) -> tuple[Link, ...]:
 
 
 def _ring_links(group: str, ring: Ring) -> tuple[Link, ...]:
+    # All steps of an all-reduce over the network, with which other numbers of ranks are told from these.
+    summing = replace(ring, near_latency=None)
     latency, bandwidth = ring.scatter_seconds(0.0), ring.link.bandwidth * ring.size / (ring.size - 1)
     return (
         Link("all_gather", group, ring.size, latency, bandwidth),
         Link("reduce_scatter", group, ring.size, latency, bandwidth),
-        Link("all_reduce", group, ring.size, ring.reduce_seconds(0.0), bandwidth / 2),
+        Link("all_reduce", group, ring.size, summing.reduce_seconds(0.0), bandwidth / 2),
     )

@@ -18,7 +18,8 @@
     gpus:                    # optional: kinds that are not in the data file, or that replace one there
       # optional: best_tflops, that of its best measured matrix product, attention_share and
       # cudnn_attention_share, the parts of tflops that FlashAttention and cuDNN's attention reach, and
-      # link_share, the part of link that large all-reduces reach
+      # link_share, the part of link that large all-reduces reach, and switched, the fewest devices of a
+      # node that a switch joins: of fewer each two have a part of link
       Mine: {tflops: 100, memory: 24 GiB, memory_bandwidth: 600 GB/s, link: 32 GB/s}
 """
 
@@ -50,7 +51,8 @@ from osdp.text import parse_bytes, parse_rate
 #: no link_share of its own: an all-reduce of 1 GiB on 8 A100 took 8.19 ms, 229 of 300 GB/s (NCCL times
 #: published with vTrain, Bang et al., MICRO 2024). Between nodes: Calculon's systems with InfiniBand (Isaev
 #: et al., SC 2023); 86 of 100 GB/s were measured on two nodes (NVIDIA/nccl-tests issue 175, 2023-10-29), but
-#: 30 of 50 on four with AWS's EFA (NVIDIA/nccl issue 527, 2022-07-25): give ``network_share: 0.6`` there.
+#: 30 of 50 on four with AWS's EFA (NVIDIA/nccl issue 527, 2022-07-25): give ``network_share: 0.6`` there. TCP
+#: reached 4 to 6 of 12.5 GB/s (issue 450, 2021-01-05) and 15 to 23 of 32 Gbit/s (issue 209, 2019-06-04): 0.5.
 LINK_SHARE, NETWORK_SHARE = 0.76, 0.9
 
 #: Seconds per step of a collective in addition to its bytes. Inside a node: of the 92.8 us of 1 MiB on 8 A100
@@ -92,6 +94,7 @@ _GPU_FIELDS = (
     "link",
     "link_kind",
     "link_share",
+    "switched",
     "source",
 )
 _PRICE_FIELDS = ("per_hour", "date", "source")
@@ -270,6 +273,7 @@ def _group(node: _Place, gpus: Mapping[str, _Place]) -> NodeGroup:
             f"link missing: the bandwidth between the {devices} devices of a node is unknown; add link: "
             "such as 230 GB/s"
         )
+    switched = int(spec.at("switched").number(whole=True)) if "switched" in spec.value else 1
     latency = node.at("latency").number() if "latency" in fields else STEP_LATENCY
     far = node.at("network_latency").number() if "network_latency" in fields else NETWORK_LATENCY
     reached = node.at("network_share").share() if "network_share" in fields else NETWORK_SHARE
@@ -283,6 +287,8 @@ def _group(node: _Place, gpus: Mapping[str, _Place]) -> NodeGroup:
         outside=NetworkLink(network, far),
         price=_price(node.at("price")) if "price" in fields else None,
         adapters=adapters,
+        # A link that is given is that between two devices.
+        mesh="link" not in fields and devices < switched,
     )
     return NodeGroup(kind, int(node.at("count").number(whole=True)))
 
@@ -322,8 +328,17 @@ def _price(price: _Place) -> Price:
     return Price(price.at("per_hour").number(), str(fields["date"]), str(fields["source"]))
 
 
+#: What drivers print around the name of a GPU: ``"NVIDIA A100-SXM4-40GB"``, ``"NVIDIA H100 80GB HBM3"``.
+_AS_PRINTED = re.compile(
+    r"^(?:(?:NVIDIA|AMD|Instinct|Tesla|GeForce)\b\s*)+|[\s-]*\b(?:SXM\d?|HBM\d\w*)\b", re.IGNORECASE
+)
+
+
 def _gpu_called(name: str, gpus: Mapping[str, _Place]) -> str:
     """Name in the data file, of which ``name`` may differ by case, spaces and memory: ``"a100 40 GB"``."""
+    if name in gpus:
+        return name
+    name = _AS_PRINTED.sub("", name)
     if name in gpus:
         return name
 

@@ -119,6 +119,7 @@ class NodeType:
         price: Its price; ``None`` if unknown.
         adapters: Network adapters that this link consists of, of which a message between two devices takes
             one; 0 if unknown: then the fewest that reach so much.
+        mesh: Whether a device's link consists of one to each of the others, without a switch.
     """
 
     name: str
@@ -128,10 +129,18 @@ class NodeType:
     outside: NetworkLink
     price: Price | None = None
     adapters: int = 0
+    mesh: bool = False
 
     def __post_init__(self) -> None:
         if self.devices < 1:
             raise ValueError(f"node {self.name!r} has {self.devices} devices; it needs at least 1")
+
+    def among(self, ranks: int) -> NetworkLink:
+        """The link of so many of its devices with each other; of a mesh, the links that join these."""
+        if not self.mesh or ranks >= self.devices:
+            return self.inside
+        part = max(ranks - 1, 1) / (self.devices - 1)
+        return replace(self.inside, bandwidth=self.inside.bandwidth * part)
 
     @property
     def flow(self) -> NetworkLink:

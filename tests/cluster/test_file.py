@@ -231,6 +231,11 @@ def test_an_unknown_model_lists_those_there_are() -> None:
         ("a100 80gb", "A100-80GB"),
         ("A100 40GB", "A100"),
         ("a100 40 gb", "A100"),
+        ("NVIDIA A100-SXM4-40GB", "A100"),
+        ("Tesla V100-SXM2-16GB", "V100"),
+        ("Tesla V100-SXM2-32GB", "V100-32GB"),
+        ("Tesla T4", "T4"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
         ("A100 80 GB", "A100-80GB"),
         ("h100-pcie 80GB", "H100-PCIe"),
     ],
@@ -240,6 +245,17 @@ def test_a_gpu_may_be_told_with_its_memory_and_spaces(told: str, known: str) -> 
     assert node_of(fields, "--devices") == node_of(fields | {"gpu": known}, "--devices")
     with pytest.raises(ValueError, match="unknown GPU 'A100-64GB'"):
         node_of(fields | {"gpu": "A100-64GB"}, "--devices")
+
+
+def test_devices_without_a_switch_share_their_links_among_the_others() -> None:
+    """Two V100 of a node were given all six links of each."""
+    fields = {"gpu": "V100", "count": 1, "devices": 4, "network": "10 Gbit/s"}
+    node = node_of(fields, "test")
+    assert node.mesh and node.among(4) == node.inside
+    assert node.among(2).bandwidth == pytest.approx(node.inside.bandwidth / 3)
+    for other in (fields | {"link": "22 GB/s"}, fields | {"gpu": "A100"}, fields | {"devices": 1}):
+        found = node_of(other, "test")
+        assert found.among(2) == found.inside
 
 
 def test_a_gpu_reaches_the_share_of_its_best_measured_product() -> None:

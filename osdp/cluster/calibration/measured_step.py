@@ -108,12 +108,17 @@ def read_steps(path: str | Path) -> tuple[MeasuredStep, ...]:
     steps: list[MeasuredStep] = []
     faults: list[str] = []
     try:
-        missing = [column for column in COLUMNS if column not in (reader.fieldnames or ())]
+        there = {_plain(name): name for name in reader.fieldnames or ()}
+        missing = [column for column in COLUMNS if _plain(column) not in there]
         if missing:
             raise ValueError(f"{path} lacks the columns {', '.join(missing)}; it needs {', '.join(COLUMNS)}")
         for row in reader:
+            found = {column: row[there[_plain(column)]] for column in COLUMNS}
+            # Spreadsheets end with rows of commas.
+            if not any(map(str.strip, filter(None, found.values()))):
+                continue
             try:
-                steps.append(_step(row))
+                steps.append(_step(found))
             except ValueError as error:
                 faults.append(f"line {reader.line_num}: {error}")
     except csv.Error as error:
@@ -139,9 +144,17 @@ def _step(row: Mapping[str, str | None]) -> MeasuredStep:
 
 def _integer(column: str, text: str | None) -> int:
     try:
-        number = int(text or "")
+        number = float(text or "")
     except ValueError:
-        raise ValueError(f"{column!r} is {quote(text)}, not a whole number") from None
+        number = math.nan
+    # Data frames write 8.0 for 8 in a column with a blank anywhere.
+    if not number.is_integer():
+        raise ValueError(f"{column!r} is {quote(text)}, not a whole number")
     if abs(number) > _MOST:
         raise ValueError(f"{column!r} is {quote(text)}, more than {_MOST}")
-    return number
+    return int(number)
+
+
+def _plain(name: str) -> str:
+    """A column's name without what differs between tables: case, spaces, underscores and #."""
+    return " ".join(name.replace("_", " ").lower().replace("#", "").split())

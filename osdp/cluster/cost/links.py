@@ -51,7 +51,10 @@ class Ring:
         """Seconds of an all-reduce of a tensor of ``nbytes``."""
         if self.size == 1:
             return 0.0
-        return 2 * (ring_steps(self.size) * self.link.latency + nbytes * self.seconds_of_byte)
+        far = ring_steps(min(self.nodes, self.size))
+        near = self.link.latency if self.near_latency is None else self.near_latency
+        latency = far * self.link.latency + (ring_steps(self.size) - far) * near
+        return 2 * (latency + nbytes * self.seconds_of_byte)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,12 +134,17 @@ def slot_hardware(
     kinds = [group.node for group, count in zip(cluster.groups, slot.nodes, strict=True) if count]
     tp, cp, ranks = layout.degrees.tp, layout.cp, layout.stage_ranks
     within = _slowest([kind.inside for kind in kinds])
+
+    def among(ranks: int) -> NetworkLink:
+        return _slowest([kind.among(ranks) for kind in kinds])
+
     out = _slowest([kind.outside for kind in kinds])
     crosses = sum(slot.nodes) > 1
     # All devices of a node that serve the stage send at the same time.
     devices = min(kind.devices for kind in kinds)
     senders = min(devices, ranks)
-    network = _slowest([within, _share(out, tp)])
+    # So many ranks of a tensor-parallel group share a node, whose link carries a data-parallel ring for each.
+    network = _slowest([within, _share(out, min(tp, devices))])
     # Between two devices one adapter carries all.
     flow = _slowest([kind.flow for kind in kinds])
     # Expert-parallel groups are consecutive ranks of those with the same weights. So many of one are in a
@@ -147,21 +155,25 @@ def slot_hardware(
         gpus=tuple(kind.gpu for kind in kinds),
         memory=memory,
         limit=int(memory / margin),
-        tensor=Ring(tp, within),
+        # A group that no node holds, or that ends in the next one, sends over the network.
+        tensor=Ring(tp, _slowest([within, out]), -(-tp // devices), within.latency)
+        if crosses and devices % tp
+        else Ring(tp, among(tp)),
         data=Ring(layout.shards, network, sum(slot.nodes), within.latency)
         if crosses and (not layout.shard_degree or devices % (tp * layout.shard_degree))
-        else Ring(layout.shards, within),
+        else Ring(layout.shards, among(layout.shards)),
         # All devices of a node are in rings of copies of their own.
         copies=Ring(
             layout.replicas // layout.shards, _slowest([within, _share(out, senders)]) if crosses else within
         ),
         expert_data=Ring(
-            layout.replicas // layout.ep, _slowest([within, _share(out, tp * near)]) if crosses else within
+            layout.replicas // layout.ep,
+            _slowest([within, _share(out, min(tp * near, devices))]) if crosses else within,
         ),
         # Groups that do not fill nodes evenly are as slow as those that cross from one to the next.
         context=Ring(cp, _slowest([network, flow]) if crosses and devices % (tp * cp) else within),
         experts=AllToAll(layout.ep, near, within, _share(out, senders)),
-        within=within,
+        within=among(2),
         between=_slowest([within, _share(out, senders), flow]),
     )
 

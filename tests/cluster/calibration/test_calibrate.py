@@ -32,6 +32,7 @@ from osdp.cluster.cost.rates import (
 )
 from osdp.cluster.cost.stage import ClusterPrices
 from osdp.cluster.cost.step import price
+from osdp.cluster.file import load_cluster
 from osdp.cluster.hardware import Cluster, NetworkLink, NodeGroup
 from osdp.cluster.plan import ParallelLayout, RecomputeLayers, Workload
 from osdp.cluster.transformer import TransformerShape
@@ -296,6 +297,20 @@ def test_the_benchmark_takes_mixed_machines_and_few_steps(tmp_path: Path) -> Non
     write_csv(data, [MeasuredStep(16, 16, 1, 1024, 16, 6, 512, 2, 2, 4, 1.0)])
     with pytest.raises(SystemExit, match="a step ran on 16 devices, but the cluster has 8"):
         planner_accuracy.main(words)
+
+
+def test_vocabularies_are_padded_on_other_machines_than_vtrains(tmp_path: Path) -> None:
+    """Steps of Megatron-LM on V100 were predicted with the odd vocabulary of vTrain's program."""
+    cluster = tmp_path / "cluster.json"
+    cluster.write_text('{"nodes": [{"gpu": "V100", "count": 1, "devices": 4, "network": "10 Gbit/s"}]}')
+    setting = Setting(load_cluster(cluster))
+    step = MeasuredStep(4, 16, 1, 1024, 16, 6, 512, 1, 4, 1, 1.0)
+    (seconds,) = StepModel([step], setting).seconds(Fitted(PUBLISHED, setting.cluster)).tolist()
+    data = write_csv(tmp_path / "steps.csv", [replace(step, seconds=seconds)])
+    out = tmp_path / "found.json"
+    planner_accuracy.main(["--data", str(data), "--cluster", str(cluster), "--json", str(out)])
+    found = codec.json.loads(out.read_text())
+    assert found["summary"]["mape_zero_shot"] == pytest.approx(0.0, abs=1e-9)
 
 
 def test_stages_take_the_devices_in_their_order() -> None:

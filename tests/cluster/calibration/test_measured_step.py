@@ -56,6 +56,13 @@ def test_missing_columns_and_rows_are_named(tmp_path: Path) -> None:
         read_steps(tmp_path / "c.csv")
 
 
+def test_tables_of_spreadsheets_and_data_frames_are_read(tmp_path: Path) -> None:
+    header = HEADER.replace("# layers", "# Layers").replace("global batch", " global_batch ")
+    floats = "8.0,32.0,4.0,1024.0,16.0,24.0,1024.0,2.0,2.0,2.0,219.7"
+    path = written(tmp_path / "steps.csv", header, floats, "," * 10, GOOD)
+    assert read_steps(path) == read_steps(written(tmp_path / "plain.csv", HEADER, GOOD)) * 2
+
+
 def test_many_faults_are_counted(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"line 2: .*line 9: .*; and 12 more"):
         read_steps(written(tmp_path / "steps.csv", HEADER, *["1,2,3"] * 20))

@@ -85,7 +85,7 @@ def test_a_ring_sends_what_the_textbook_says() -> None:
     assert Ring(1, NetworkLink(1e9, 1.0)).reduce_seconds(4e9) == 0.0
     # Of many ranks a tree has fewer steps, which all-reduces alone have.
     many = Ring(1024, NetworkLink(1e9, 1.0), nodes=128, near_latency=0.01)
-    assert many.reduce_seconds(0.0) == 2 * 20.0
+    assert many.reduce_seconds(0.0) == pytest.approx(2 * (14 * 1.0 + 6 * 0.01))
     assert many.scatter_seconds(0.0) == pytest.approx(127 * 1.0 + (1023 - 127) * 0.01)
 
 
@@ -318,6 +318,31 @@ def test_a_network_is_shared_by_the_rings_that_cross_it() -> None:
         prices.hardware(ParallelLayout(ParallelDims(8, 2, 1), 1, 1), StageSlot((1,), 2)).data.link
         == node_type(FAST).inside
     )
+
+
+def test_tensor_parallel_ranks_of_several_nodes_send_over_the_network() -> None:
+    """Sixteen ranks on nodes of eight, and four on nodes of one, were given the link inside a node."""
+    inside, outside = node_type(FAST).inside, node_type(FAST).outside
+    eight = ClusterPrices(cluster((node_type(FAST, 8), 2)), workload())
+    wide = eight.hardware(ParallelLayout(ParallelDims(1, 1, 16), 1, 8), StageSlot((2,))).tensor
+    assert (wide.link.bandwidth, wide.nodes, wide.near_latency) == (outside.bandwidth, 2, inside.latency)
+    held = eight.hardware(ParallelLayout(ParallelDims(1, 2, 8), 1, 4), StageSlot((2,)))
+    assert held.tensor.link == inside and held.data.link.bandwidth == outside.bandwidth / 8
+    # A node of one device is in one ring of each kind.
+    ones = ClusterPrices(cluster((node_type(FAST, 1), 8)), workload())
+    alone = ones.hardware(ParallelLayout(ParallelDims(1, 2, 4), 1, 4), StageSlot((8,)))
+    assert alone.tensor.link.bandwidth == alone.data.link.bandwidth == outside.bandwidth
+
+
+def test_two_devices_of_a_mesh_have_the_link_that_joins_them() -> None:
+    prices = ClusterPrices(cluster((replace(node_type(FAST, 4), mesh=True), 1)), workload())
+    whole = node_type(FAST).inside.bandwidth
+    for dims, tensor, data in (((2, 1, 2), 3, None), ((1, 1, 4), 1, None), ((1, 2, 2), 3, 3)):
+        hardware = prices.hardware(ParallelLayout(ParallelDims(*dims), 1, 4), StageSlot((1,), dims[0]))
+        assert hardware.tensor.link.bandwidth == pytest.approx(whole / tensor)
+        assert hardware.within.bandwidth == pytest.approx(whole / 3)
+        if data:
+            assert hardware.data.link.bandwidth == pytest.approx(whole / data)
 
 
 @pytest.mark.parametrize("bounds", [(0, 3), (0, 3, 3), (1, 3, 6), (0, 3, 5)])
