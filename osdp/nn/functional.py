@@ -325,8 +325,9 @@ class _EmbeddingSlices(torch.autograd.Function):
         for index, (start, stop) in enumerate(sliced.bounds):
             place, inside = _places(ids, start, stop)
             counts = inside & (ids != ctx.padding)
-            made = grad.new_zeros(stop - start, sliced.sharded_size)
-            made.index_add_(0, place, grad * counts[:, None])
+            # In 16 bits the rows of frequent ids would stop growing.
+            made = grad.new_zeros(stop - start, sliced.sharded_size, dtype=_sum_dtype(grad))
+            made.index_add_(0, place, (grad * counts[:, None]).to(made.dtype))
             sliced.put_gradient(made, grad_weight, whole, index)
             del made  # before the next one is made
         return None, grad_weight, None, None, whole

@@ -49,10 +49,40 @@ def python_sources() -> list[Source]:
     return found
 
 
+def seeded_python_states(seed: int) -> list[Any]:
+    """States of :func:`python_sources` that follow from ``seed``."""
+    found: list[Any] = [random.Random(seed).getstate()]
+    numpy: Any = sys.modules.get("numpy.random")
+    if numpy is not None:
+        found.append(numpy.RandomState(seed % 2**32).get_state())
+    return found
+
+
 @contextmanager
 def preserve_random_states(device: torch.device) -> Iterator[None]:
     """Restore the states of :func:`torch_sources` and :func:`python_sources` on exit."""
     states = [(source, source.get()) for source in (*torch_sources(device), *python_sources())]
+    try:
+        yield
+    finally:
+        for source, state in states:
+            source.set(state)
+
+
+@contextmanager
+def draw_apart(device: torch.device, rank: int) -> Iterator[None]:
+    """Inside draw other random numbers of torch than other ranks do, and after it again the same as they.
+
+    Ranks whose generators are equal before find them equal afterwards, however often each has drawn inside:
+    what they shuffle by them stays alike. One number of the host's generator is drawn.
+
+    Args:
+        device: This rank's device.
+        rank: What tells it from the others.
+    """
+    seed = int(torch.randint(2**62, (), device="cpu"))
+    states = [(source, source.get()) for source in torch_sources(device)]
+    torch.manual_seed(seed + rank)
     try:
         yield
     finally:

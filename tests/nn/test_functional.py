@@ -319,3 +319,11 @@ def test_backward_frees_the_gradient_of_a_slice_before_the_next_is_gathered(
     assert len(made) == 4
     assert len(alive) == 8
     assert not any(alive)
+
+
+def test_rows_of_frequent_ids_do_not_stop_growing_in_16_bits() -> None:
+    """They were summed in bfloat16, in which 256 + 1 is 256."""
+    weight = leaf(4, 5, dtype=torch.float32)
+    rows = split_embedding(torch.zeros(4096, dtype=torch.long), weight, num_slices=2, dtype=torch.bfloat16)
+    (grad,) = torch.autograd.grad(rows.float().sum(), [weight])
+    assert grad[0].tolist() == [4096.0] * 5

@@ -38,10 +38,11 @@ def parallelize(model: nn.Module, plan: TensorParallelPlan, mesh: DeviceMesh) ->
     """Shard ``model`` over the tensor-parallel ranks of ``mesh``, in place; every rank of it calls this.
 
     All ranks start from the first one's parameters, buffers and random states, and must be given the same
-    batches. From then on torch draws from the group's random states inside the model, independent of draws
-    and seeds outside: dropout masks are the same on all ranks where activations are, and differ where those
-    are sharded. Sharded weights become DTensors on ``mesh`` that keep their names and whole shapes;
-    everything else is the same on all ranks, and so are its gradients. Apply data parallelism afterwards
+    batches. From then on torch, Python and NumPy draw from the group's random states inside the model,
+    independent of draws and seeds outside: dropout masks are the same on all ranks where activations are, and
+    differ where those are sharded. Sharded weights become DTensors on ``mesh`` that keep their names and
+    whole shapes; everything else is the same on all ranks, and so are its gradients. Apply data parallelism
+    afterwards
     (:func:`osdp.runtime.running.apply` on the other axis of the mesh), under a plan made from the
     plain model; a model on ``meta`` gets its values then.
 

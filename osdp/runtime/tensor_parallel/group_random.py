@@ -1,10 +1,11 @@
 """Random states of tensor-parallel ranks inside the model, separate from those of the user's program.
 
 Replicated activations must get the same dropout masks on all ranks: replicas of weights would drift apart as
-soon as one rank drew a random number on its own, to shuffle its data for example. So inside the model torch
-draws from states of the tensor-parallel group: a *shared* one, the same on all ranks, and where activations
-are sharded (between a column and a row module, or along the sequence) each rank's *own*. Outside the model it
-continues from the state of the user's program; seeds set there do not affect the model.
+soon as one rank drew a random number on its own, to shuffle its data for example. So inside the model torch,
+Python and NumPy draw from states of the tensor-parallel group: a *shared* one, the same on all ranks, and
+where activations are sharded (between a column and a row module, or along the sequence) each rank's *own* of
+torch. Outside the model they continue from the states of the user's program; seeds set there do not affect
+the model.
 """
 
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from osdp.nn.random_states import torch_sources
+from osdp.nn.random_states import python_sources, seeded_python_states, torch_sources
 from osdp.runtime.replay import Changing
 from osdp.runtime.tensor_parallel.collectives import TensorParallelGroup
 from osdp.torch_private.autograd import in_backward, queue_backward_callback
@@ -52,11 +53,14 @@ class GroupRandom(Changing):
         self._states = {_Place.SHARED: [source.get() for source in self._sources]}
         # Seeds are drawn rather than fixed, so that another stage of this rank gets other ones.
         devices = dict.fromkeys((torch.device("cpu"), device))
-        seeds = [int(torch.randint(2**62, (), device=where)) + ranks.rank for where in devices]
+        seeds = [int(torch.randint(2**62, (), device=where)) for where in devices]
         self._states[_Place.OWN] = [
-            torch.Generator(where).manual_seed(seed).get_state()
+            torch.Generator(where).manual_seed(seed + ranks.rank).get_state()
             for where, seed in zip(devices, seeds, strict=True)
         ]
+        self._seed = seeds[0]
+        #: States of Python's and NumPy's generators: the group's outside the model, the program's inside.
+        self._others = seeded_python_states(self._seed)
         self._switch: Callable[[_Place], None] = torch.compiler.disable(self._switch_states)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "GroupRandom":
@@ -125,7 +129,20 @@ class GroupRandom(Changing):
             # The checkpoint has kept the state of what is outside.
             self._states, self._before, self._place = self._before, None, place
             return
+        if _Place.OUTSIDE in (self._place, place):
+            self._exchange_others()
         self._states[self._place] = [source.get() for source in self._sources]
         for source, state in zip(self._sources, self._states[place], strict=True):
             source.set(state)
         self._place = place
+
+    def _exchange_others(self) -> None:
+        """Exchange Python's and NumPy's states, by which models mask inputs or drop layers."""
+        sources = python_sources()
+        if self._place is _Place.OUTSIDE and len(self._others) < len(sources):
+            # NumPy was imported in the meantime.
+            self._others += seeded_python_states(self._seed)[len(self._others) :]
+        states = [source.get() for source in sources]
+        for source, state in zip(sources, self._others, strict=False):
+            source.set(state)
+        self._others = states

@@ -88,9 +88,9 @@ class _Search:
         )
 
     def kept(self) -> tuple[ReplicatedModule, ...]:
-        default = "what it reads or returns is not sharded"
+        default, exposed = "what it reads or returns is not sharded", "its weight is used outside it as well"
         return tuple(
-            ReplicatedModule(name, self.reasons.get(name, default))
+            ReplicatedModule(name, self.reasons.get(name, exposed if name in self.flow.exposed else default))
             for name in self.flow.kinds
             if name not in self.entries
         )
@@ -109,12 +109,17 @@ class _Search:
         tables = {
             name: solver.weight(name).shape[0]
             for name, kind in kinds.items()
-            if kind == "embedding" and solver.weight(name).shape[0] >= solver.weight(name).shape[1]
+            if kind == "embedding"
+            and solver.weight(name).shape[0] >= solver.weight(name).shape[1]
+            and name not in self.flow.exposed
         }
         heads = {
             name: solver.out_size(name)
             for name, kind in kinds.items()
-            if kind != "embedding" and name in ends and solver.out_size(name) in tables.values()
+            if kind != "embedding"
+            and name in ends
+            and solver.out_size(name) in tables.values()
+            and name not in self.flow.exposed
         }
         for name in heads:
             self._enter_vocabulary(name, Style.VOCAB_HEAD, solver.out_dim(name))
@@ -157,7 +162,14 @@ class _Search:
             if space != spaces[">"]
         ]
         fit = [region for region in found if self._fits(region)]
-        return iter(sorted(fit, key=lambda region: len(region.modules)))
+        return iter(sorted(fit, key=lambda region: (self._is_bottleneck(region), len(region.modules))))
+
+    def _is_bottleneck(self, region: Region) -> bool:
+        """Whether its space is narrower than all around it: low-rank adapters go with what they adapt."""
+        solver, kinds = self.solver, self.flow.kinds
+        width = solver.in_size(region.rows[0])
+        sides = [solver.in_size(name) for name in region.columns if kinds[name] != "embedding"]
+        return width < min([*sides, *map(solver.out_size, region.rows)])
 
     def _fits(self, region: Region) -> bool:
         kinds = self.flow.kinds

@@ -7,7 +7,7 @@ accident.
 
 import copy
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -58,9 +58,15 @@ class ReferenceRun:
         generator = torch.Generator().manual_seed(0)
         memo: dict[int, Any] = {id(p): _random_parameter(p, generator) for p in module.parameters()}
         memo |= {id(b): _fill_randomly(b, generator) for b in module.buffers()}
+        memo |= {id(value): _fill_randomly(value, generator) for value in _computed_attributes(module)}
         self.module = copy.deepcopy(module, memo).eval()
         self._matters = [flow.is_used_after(tensor, call) for tensor in tensors_in(call.output)]
-        self._arguments = self._find_arguments(call)
+        try:
+            self._arguments = self._find_arguments(call)
+        except RuntimeError:
+            # Buffers that meet weights or inputs in one kernel must be in float64, as those are.
+            self.module.double()
+            self._arguments = self._find_arguments(call)
         self.outputs = self.run(self.module)
 
     def run(self, module: nn.Module) -> list[torch.Tensor]:
@@ -160,6 +166,7 @@ class ShardedRun:
         # Parameters and buffers are shared with the reference; only sharded ones are replaced below.
         memo: dict[int, Any] = {id(p): p for p in self.whole.module.parameters()}
         memo |= {id(b): b for b in self.whole.module.buffers()}
+        memo |= {id(computed): computed for computed in _computed_attributes(self.whole.module)}
         local = copy.deepcopy(self.whole.module, memo)
         for fqn, entry in self.slices.items():
             module = local.get_submodule(_relative_error(fqn, self.whole.name))
@@ -259,12 +266,18 @@ def _random_parameter(parameter: nn.Parameter, generator: torch.Generator) -> nn
     return nn.Parameter(values)
 
 
+def _computed_attributes(module: nn.Module) -> Iterator[torch.Tensor]:
+    """Tensors that modules hold beside parameters and buffers, such as weights that hooks compute."""
+    for part in module.modules():
+        yield from (value for value in vars(part).values() if isinstance(value, torch.Tensor))
+
+
 def _fill_randomly(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     """The values of a buffer; random ones, or ones for integers, if it is on ``meta``."""
     if tensor.is_meta:
         values = torch.ones(tensor.shape, dtype=tensor.dtype, device="cpu")
         return values.normal_(generator=generator) if tensor.is_floating_point() else values
-    return tensor.detach().cpu()
+    return tensor.detach().to("cpu", copy=True)
 
 
 def _fill_argument(leaf: Any, generator: torch.Generator, largest: int) -> Any:

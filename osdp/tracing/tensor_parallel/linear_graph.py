@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from osdp.nn.fake_tensors import FakeTensors
 from osdp.nn.modules import kind_of
@@ -27,7 +28,10 @@ from osdp.tracing.tensors import map_leaves, storage_key, tensors_in
 
 FeatureLabels = frozenset[str]
 _NOTHING: FeatureLabels = frozenset()
+_CONSTANTS = (bool, int, float, str, torch.dtype)
 _SPLITS = {"view", "_unsafe_view", "reshape", "view_copy", "_reshape_alias"}
+#: Kinds of modules that return the features of a weight of their own.
+_SHARDABLE = ("linear", "conv1d", "embedding")
 
 
 @dataclass
@@ -39,6 +43,7 @@ class Call:
         kwargs: Keyword arguments.
         output: Its output.
         end: Number of operations that had run when it returned.
+        start: Number of operations that had run when it began.
         computed: For each tensor among the arguments, whether it was computed from parameters.
     """
 
@@ -46,6 +51,7 @@ class Call:
     kwargs: dict[str, Any]
     output: Any = None
     end: int = -1
+    start: int = 0
     computed: tuple[bool, ...] = ()
 
 
@@ -60,10 +66,14 @@ class FeatureFlow:
         heads: Number of heads, for each module whose output is first viewed as heads.
         borrowed: Parameters, except of linear modules and embeddings, that were used outside the forward of
             the module that owns them.
+        exposed: Linear modules and embeddings whose parameters were used outside of such modules, too.
         calls: First calls of modules that have children.
         last_use: Index of the operation that last read a tensor, by storage.
         batch_readers: Modules that read an integer tensor of the batch itself.
         tensors: The fake tensors that modules were called with or returned, by id.
+        operations: What ran, in order: each operation with its arguments that are no tensors.
+        draws: Calls of linear modules and embeddings, and draws of random numbers between them: number of
+            operations so far, FQN of the module (empty for a draw), labels of what numbers are drawn for.
     """
 
     kinds: dict[str, str] = field(default_factory=dict)
@@ -71,10 +81,17 @@ class FeatureFlow:
     returned: FeatureLabels = _NOTHING
     heads: dict[str, int] = field(default_factory=dict)
     borrowed: set[str] = field(default_factory=set)
+    exposed: set[str] = field(default_factory=set)
     calls: dict[str, Call] = field(default_factory=dict)
     last_use: dict[int, int] = field(default_factory=dict)
     batch_readers: set[str] = field(default_factory=set)
     tensors: dict[int, Any] = field(default_factory=dict)
+    operations: list[Any] = field(default_factory=list)
+    draws: list[tuple[int, str, FeatureLabels]] = field(default_factory=list)
+
+    def operations_of(self, call: Call) -> tuple[Any, ...]:
+        """What ran inside ``call``; equal for calls that compute the same of tensors of the same shapes."""
+        return tuple(self.operations[call.start : call.end])
 
     def is_used_after(self, tensor: torch.Tensor, call: Call) -> bool:
         """Whether anything read ``tensor``, an output of ``call``, after the call."""
@@ -145,15 +162,19 @@ class _Watcher(TorchDispatchMode):
         self._labels: dict[int, FeatureLabels] = {}
         self._alive = self.flow.tensors  # kept alive, so that no other object gets their ids
         self._parameters: dict[int, str] = {}
+        #: The linear modules and embeddings that hold a parameter, by its storage; several if it is tied.
+        self._holders: dict[int, list[str]] = {}
         self._running: list[str] = []
         self._inside = 0
         self._count = 0
         self._batch = {storage_key(t) for t in batch.tensors if not t.is_floating_point()}
         self._handles = []
         for name, module in twin.named_modules():
-            kind = kind_of(module)
+            kind = _shardable_kind(module)
             if kind is not None:
                 hooks = partial(self._before_linear, name, kind), partial(self._after_linear, name)
+                for parameter in module.parameters(recurse=False):
+                    self._holders.setdefault(storage_key(parameter), []).append(name)
             else:
                 hooks = partial(self._before_call, name), partial(self._after_call, name)
                 for own, parameter in module.named_parameters(recurse=False):
@@ -181,11 +202,15 @@ class _Watcher(TorchDispatchMode):
         if func.namespace == "prim":
             return output
         self._count += 1
+        constants = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, _CONSTANTS))
+        self.flow.operations.append((func, *constants))
         inputs, outputs = tensors_in((args, kwargs)), tensors_in(output)
         for tensor in inputs:
             self.flow.last_use[storage_key(tensor)] = self._count
         if not self._inside:
             labels = self._labels_of(inputs)
+            if torch.Tag.nondeterministic_seeded in func.tags:
+                self.flow.draws.append((self._count, "", labels))
             self._note_parameters(inputs)
             if func.overloadpacket.__name__ in _SPLITS:
                 self._note_heads(inputs[0], outputs[0], labels)
@@ -204,6 +229,7 @@ class _Watcher(TorchDispatchMode):
     def _note_parameters(self, inputs: Iterable[torch.Tensor]) -> None:
         running = self._running[-1] if self._running else ""
         for tensor in inputs:
+            self.flow.exposed.update(self._holders.get(storage_key(tensor), ()))
             name = self._parameters.get(storage_key(tensor))
             if name is not None and name.rpartition(".")[0] != running:
                 self.flow.borrowed.add(name)
@@ -219,6 +245,7 @@ class _Watcher(TorchDispatchMode):
     def _before_linear(self, name: str, kind: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         self._inside += 1
         self.flow.kinds.setdefault(name, kind)
+        self.flow.draws.append((self._count, name, _NOTHING))
         tensors = tensors_in((args, kwargs))
         self.flow.read[name] = self.flow.read.get(name, _NOTHING) | self._labels_of(tensors)
         if any(storage_key(tensor) in self._batch for tensor in tensors):
@@ -235,6 +262,7 @@ class _Watcher(TorchDispatchMode):
             computed = tuple(bool(self._labels_of([tensor])) for tensor in tensors_in((args, kwargs)))
             self.flow.calls[name] = Call(*self._snapshot((args, kwargs)))
             self.flow.calls[name].computed = computed
+            self.flow.calls[name].start = self._count
 
     def _after_call(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
         self._running.pop()
@@ -247,6 +275,16 @@ class _Watcher(TorchDispatchMode):
         """The arguments with copies of objects, such as caches, as they are now; tensors are not copied."""
         self._alive.update((id(tensor), tensor) for tensor in tensors_in(arguments))
         return map_leaves(lambda leaf: copy_object(leaf, self._alive), arguments)
+
+
+def _shardable_kind(module: nn.Module) -> str | None:
+    """The kind of a linear module or embedding whose weight is a parameter; ``None`` for other modules.
+
+    Weights that are computed, such as normalised or pruned ones, are none; a head that returns its loss has
+    no features to gather.
+    """
+    kind = kind_of(module)
+    return kind if kind in _SHARDABLE and "weight" in module._parameters else None
 
 
 def copy_object(leaf: Any, tensors: dict[int, Any]) -> Any:

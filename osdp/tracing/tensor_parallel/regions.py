@@ -95,6 +95,11 @@ class RegionSolver:
                     f"{name} has {heads} heads, which {self.degree} tensor-parallel ranks cannot share "
                     f"evenly; use a degree that divides {heads}"
                 )
+        exposed = next((name for name in region.modules if name in self.flow.exposed), None)
+        if exposed is not None:
+            return f"the weight of {exposed} is used outside it as well"
+        if self._draws_for_all(region):
+            return "random numbers, such as dropout, are drawn inside for what all ranks have whole"
         key = self._kind(region)
         if key not in self._solved:
             self._solved[key] = self._prove(region)
@@ -111,7 +116,10 @@ class RegionSolver:
                 )
         # 2. Block counts and divided attributes, the fewest first, until all ranks agree with the whole.
         home = self.home(region)
-        whole = ReferenceRun(self.model.get_submodule(home), home, self.flow.calls[home], self.flow)
+        try:
+            whole = ReferenceRun(self.model.get_submodule(home), home, self.flow.calls[home], self.flow)
+        except Exception as error:
+            return f"on random numbers: {type(error).__name__}: {error}"
         fault = ""
         for blocks in self._block_choices(region):
             odd = self._indivisible(region, blocks)
@@ -189,6 +197,19 @@ class RegionSolver:
                     found[ancestor] = None
         return list(found)
 
+    def _draws_for_all(self, region: Region) -> bool:
+        """Whether a random number that is to be the same on all ranks is drawn inside ``region``.
+
+        There each rank draws numbers of its own, as for its own features.
+        """
+        inside, columns = False, set(region.columns)
+        for _, name, labels in self.flow.draws:
+            if name:
+                inside = name in columns or (inside and name not in region.rows)
+            elif inside and not labels & columns:
+                return True
+        return False
+
     def _foreign_parameters(self, region: Region) -> list[str]:
         """Parameters outside linear modules that reach a row module without passing a column module."""
         labels = {label for name in region.rows for label in self.flow.read[name]}
@@ -216,7 +237,9 @@ class RegionSolver:
         """Key that is equal for regions with the same solution."""
         call = self.flow.calls[self.home(region)]
         specs = tuple(tensor_spec(tensor) for tensor in tensors_in((call.args, call.kwargs)))
-        return self.shape(region), specs
+        home = self.home(region)
+        foreign = tuple(relative(parameter, home) for parameter in self._foreign_parameters(region))
+        return self.shape(region), specs, foreign, self.flow.operations_of(call)
 
     def shape(self, region: Region) -> Any:
         """Key that is equal for regions of the same modules inside modules of the same class."""

@@ -22,6 +22,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from osdp.model.fqn import is_inside
+from osdp.nn.modules import keeps_dtype
 from osdp.plan.tensor_parallel import (
     SequenceGather,
     SequenceParallel,
@@ -117,6 +118,14 @@ class _Search:
             )
         if any(call.computed[1:]):
             return f"{block} has more than one input that was computed from parameters"
+        # What only training does, the numerical check does not see.
+        inside = self.model.get_submodule(block).named_modules(prefix=block)
+        norm = next((name for name, module in inside if keeps_dtype(module)), None)
+        if norm is not None:
+            return f"{norm} takes statistics over all tokens, of which each rank would have a part"
+        draws = (labels for at, name, labels in self.flow.draws if not name and call.start < at <= call.end)
+        if not all(draws):
+            return f"{block} draws random numbers for whole samples, of which ranks would draw different ones"
         # 2. Regions must not reach beyond the block.
         entries = [entry for entry in self.plan.modules if is_inside(entry.module, block)]
         regions = {entry.region for entry in entries}
@@ -167,7 +176,10 @@ class _Search:
         return found
 
     def _prove(self, block: str, entries: list[ShardedModule], gathers: list[SequenceGather]) -> str | None:
-        whole = ReferenceRun(self.model.get_submodule(block), block, self.flow.calls[block], self.flow)
+        try:
+            whole = ReferenceRun(self.model.get_submodule(block), block, self.flow.calls[block], self.flow)
+        except Exception as error:
+            return f"on random numbers: {type(error).__name__}: {error}"
         slices = {
             entry.module: Slice(entry.dim, entry.blocks, closes=entry.style is Style.ROW) for entry in entries
         }
@@ -182,7 +194,7 @@ class _Search:
         inside = tuple((e.module[len(block) :], e.dim, e.size, e.blocks, e.style) for e in entries)
         places = tuple((gather.module[len(block) :], gather.leaves) for gather in gathers)
         specs = tuple(tensor_spec(tensor) for tensor in tensors_in(_arguments(call)))
-        return type(self.model.get_submodule(block)), inside, places, specs
+        return type(self.model.get_submodule(block)), inside, places, specs, self.flow.operations_of(call)
 
 
 def _arguments(call: Call) -> tuple[tuple[Any, ...], Mapping[str, Any]]:

@@ -14,7 +14,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.checkpoint import state_dict_loader
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
@@ -305,6 +310,12 @@ def check_checkpoints(
         assert torch.equal(parameter, wanted[name]), (case, name)
         momenta = into.state[parameter]["momentum_buffer"], optimizer.state[stored]["momentum_buffer"]
         assert torch.equal(momenta[0], whole(momenta[1])), (case, name)
+    if case.name == "gpt2":
+        # Each rank read half of the columns in one piece, as if queries, keys and values were one block.
+        read = {"model": get_model_state_dict(other)}
+        state_dict_loader.load(read, checkpoint_id=folder)
+        with pytest.raises(RuntimeError, match=r"c_attn\.weight consists of 3 blocks, .* has cut it as one"):
+            set_model_state_dict(other, read["model"])
     checkpoint.load(folder, other, torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9))
     for name, parameter in other.named_parameters():
         assert torch.equal(whole(parameter.detach()), wanted[name]), (case, name)

@@ -8,6 +8,7 @@ import random
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -202,7 +203,26 @@ def two_ranks() -> None:
     replicas_stay_equal()
     masks_differ_where_activations_are_sharded()
     a_part_of_the_model_alone()
+    numbers_of_python_and_numpy()
 
 
 def test_two_ranks() -> None:
     run(2, two_ranks, timeout=100)
+
+
+class Masked(Net):
+    """Draws from Python's and NumPy's generators, as SpecAugment and LayerDrop of wav2vec 2.0 do."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x * np.random.rand() + random.random())
+
+
+def numbers_of_python_and_numpy() -> None:
+    random.seed(dist.get_rank())
+    np.random.seed(dist.get_rank())
+    model = parallelize(Masked().double().eval(), plan_of(in_sequence=False), init_device_mesh("cpu", (2,)))
+    before = random.getstate(), str(np.random.get_state(legacy=False)["state"])
+    one, other = (model(batch(0)).detach() for _ in range(2))
+    assert torch.equal(*everywhere(one)) and torch.equal(*everywhere(other))
+    assert not torch.equal(one, other)
+    assert before == (random.getstate(), str(np.random.get_state(legacy=False)["state"]))

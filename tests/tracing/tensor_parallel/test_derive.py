@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrizations
 
-from osdp import codec
+from osdp import LMHeadLoss, codec
 from osdp.api import make_tensor_plan
 from osdp.nn.modules import kind_of
 from osdp.plan.tensor_parallel import ShardedModule, Style, TensorParallelPlan
@@ -196,3 +197,185 @@ def test_the_part_of_a_stage() -> None:
         f"transformer.h.0.{name}" for name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
     }
     assert [divided.module for divided in part.divided] == ["transformer.h.0.attn"]
+
+
+class TiedByHand(nn.Module):
+    """A language model whose logits, or whose loss, use the embedding's weight outside the embedding."""
+
+    def __init__(self, head: nn.Module | None = None) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(64, 8)
+        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
+        self.head = head
+        if head is not None:
+            self.head.weight = self.embed.weight
+
+    def forward(self, ids: torch.Tensor) -> Any:
+        x = self.embed(ids)
+        x = x + self.down(torch.relu(self.up(x)))
+        return x @ self.embed.weight.t() if self.head is None else self.head(x, ids)
+
+
+@pytest.mark.parametrize("head", [None, LMHeadLoss(nn.Linear(8, 64, bias=False), num_slices=2)])
+def test_weights_that_are_used_outside_their_modules_stay_whole(head: nn.Module | None) -> None:
+    """Each rank multiplied by its own half of the embedding."""
+    plan = plan_of(TiedByHand(head), torch.zeros(2, 5, dtype=torch.long))
+    assert styles(plan) == {"up": Style.COLUMN, "down": Style.ROW}
+    assert {kept.module: kept.reason for kept in plan.kept} == {
+        "embed": "its weight is used outside it as well"
+    }
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated:FutureWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.parametrize("computed", [parametrizations.weight_norm, nn.utils.weight_norm])
+def test_weights_that_are_computed_stay_whole(computed: Any) -> None:
+    net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8), nn.Linear(8, 4))
+    computed(net[0])
+    assert styles(plan_of(net, torch.zeros(2, 8))) == {"2": Style.COLUMN, "3": Style.ROW}
+
+
+class Residual(nn.Module):
+    """A residual MLP that is one block of several."""
+
+    def __init__(self, inside: nn.Module) -> None:
+        super().__init__()
+        self.up, self.inside, self.down = nn.Linear(8, 12), inside, nn.Linear(12, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.inside(self.up(x)))
+
+
+class Scale(nn.Module):
+    """A trained number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by = nn.ParameterList([nn.Parameter(torch.ones(()))])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.by[0]
+
+
+@pytest.mark.parametrize("other", [nn.Softmax(-1), Scale()])
+def test_blocks_that_differ_inside_are_proven_each(other: nn.Module) -> None:
+    """The second had the names and shapes of the first, and was sharded as that one."""
+    net = nn.Sequential(Residual(nn.GELU()), Residual(other), nn.Linear(8, 3))
+    assert styles(plan_of(net, torch.zeros(2, 8))) == {"0.up": Style.COLUMN, "0.down": Style.ROW}
+
+
+class Dropping(nn.Module):
+    """Multiplies features of its input by features of its input after dropout."""
+
+    def __init__(self, *, first: bool) -> None:
+        super().__init__()
+        self.first = first
+        self.up, self.side, self.down = nn.Linear(8, 12), nn.Linear(8, 12), nn.Linear(12, 8)
+        self.drop, self.inner = nn.Dropout(0.1), nn.Dropout(0.1)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        dropped = self.drop(x) if self.first else None
+        hidden = self.up(x)
+        side = self.side(self.drop(x) if dropped is None else dropped)
+        return self.head(x + self.down(self.inner(hidden * side)))
+
+
+def test_dropout_of_what_is_whole_does_not_lie_in_a_region() -> None:
+    """Each rank drew a mask of its own, and summed gradients were multiplied by that."""
+    found = styles(plan_of(Dropping(first=True), torch.zeros(2, 8)))
+    assert found == {"up": Style.COLUMN, "side": Style.COLUMN, "down": Style.ROW}
+    with pytest.raises(ValueError, match="random numbers, such as dropout, are drawn inside"):
+        plan_of(Dropping(first=False), torch.zeros(2, 8))
+
+
+class Counting(nn.Module):
+    """Counts its forwards, and projects by a fixed matrix in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("basis", torch.eye(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls.add_(1)
+        return x @ self.basis
+
+
+@pytest.mark.parametrize("last", [Counting(), nn.BatchNorm1d(8)])
+def test_buffers_in_float32_are_no_obstacle_and_stay_as_they_are(last: nn.Module) -> None:
+    net = nn.Sequential(nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 8), last, nn.Linear(8, 3))
+    before = {name: buffer.clone() for name, buffer in net.named_buffers()}
+    assert styles(plan_of(net, torch.zeros(4, 8))) == {"0": Style.COLUMN, "2": Style.ROW}
+    assert all(torch.equal(buffer, before[name]) for name, buffer in net.named_buffers())
+
+
+class Adapted(nn.Module):
+    """A linear module with a low-rank update."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+        self.a, self.b = nn.Linear(base.in_features, 2), nn.Linear(2, base.out_features)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.b(self.a(x))
+
+
+def test_adapters_are_sharded_with_what_they_adapt() -> None:
+    """They came first, being smallest, and all else stayed whole."""
+    net = Mlp(nn.GELU())
+    net.up, net.down = Adapted(net.up), Adapted(net.down)
+    found = styles(plan_of(net, torch.zeros(2, 8)))
+    assert found == {
+        "up.base": Style.COLUMN, "up.b": Style.COLUMN, "down.base": Style.ROW, "down.a": Style.ROW
+    }  # fmt: skip
+
+
+class Normed(nn.Module):
+    """A batch norm over channels of (batch, sequence, channels), or stochastic depth."""
+
+    def __init__(self, norm: nn.Module | None) -> None:
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.norm is None:
+            return x * (torch.rand(x.shape[0], 1, 1) < 0.9) if self.training else x
+        return self.norm(x.transpose(1, 2)).transpose(1, 2)
+
+
+class NormedResidual(Residual):
+    """A residual MLP of what a given module makes of its input."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__(nn.GELU())
+        self.norm = norm
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.inside(self.up(self.norm(x))))
+
+
+class Sequences(nn.Module):
+    def __init__(self, norm: nn.Module | None) -> None:
+        super().__init__()
+        self.embed = nn.Linear(4, 8)
+        self.blocks = nn.ModuleList([NormedResidual(Normed(norm))])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks[0](self.embed(x))
+
+
+@pytest.mark.parametrize(
+    ("norm", "reason"),
+    [
+        (nn.BatchNorm1d(8), "takes statistics over all tokens"),
+        (None, "draws random numbers for whole samples"),
+    ],
+)
+def test_what_ranks_do_to_a_part_of_the_sequence_in_training_only_is_refused(
+    norm: nn.Module | None, reason: str
+) -> None:
+    """The proof runs in evaluation mode, where batch norms see each position by itself."""
+    with pytest.raises(ValueError, match=reason):
+        make_tensor_plan(Sequences(norm), torch.zeros(2, 6, 4), 2, sequence_parallel=True)
