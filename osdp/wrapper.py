@@ -239,9 +239,12 @@ class OSDP(Stepped, Wrapped, PlannedModule, nn.Module):
 
         Raises:
             RuntimeError: It is cut into stages, of which this rank has only some.
+            ValueError: Tensor-parallel ranks were given different batches; only the first ones are compared.
         """
         self._check_alone()
         self.begin_step()
+        if self.plan.tp > 1 and not torch.compiler.is_compiling():
+            self._steps.compare_first((args, kwargs))
         return self._applied.forward(*args, **kwargs)
 
     def begin_step(self, num_microbatches: int = 0, *, follows_plan: bool = False) -> None:

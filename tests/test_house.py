@@ -64,7 +64,8 @@ SISTERS = {
     "runtime.tensor_parallel": {"runtime.module"},
     "runtime.token_slices": set(),
     "runtime.pipeline": {
-        "runtime.module", "runtime.sharding", "runtime.tensor_parallel", "runtime.token_slices",
+        "runtime.module", "runtime.ranks", "runtime.sharding", "runtime.tensor_parallel",
+        "runtime.token_slices",
     },
     "cluster.cost": set(),
     "cluster.search": {"cluster.cost"},

@@ -100,6 +100,19 @@ class Schedule:
         """All actions in an order in which a single process can execute them."""
         return self._execution[0]
 
+    @cached_property
+    def places(self) -> dict[tuple[bool, int, int], int]:
+        """Where in its rank's order an action is, by whether it is a forward, stage and microbatch.
+
+        Of a backward in two parts the first counts: it takes and sends what goes to other stages.
+        """
+        return {
+            (action.kind is ActionKind.FORWARD, action.stage, action.microbatch): place
+            for order in self.orders
+            for place, action in enumerate(order)
+            if action.kind is not ActionKind.BACKWARD_WEIGHT
+        }
+
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages of a rank, in model order."""
         return tuple(stage for stage, holder in enumerate(self.placement) if holder == rank)

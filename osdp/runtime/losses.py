@@ -5,6 +5,7 @@ are weighted correctly.
 """
 
 from collections.abc import Callable
+from numbers import Number
 from typing import Any
 
 import torch
@@ -38,13 +39,28 @@ def loss_parts(
         total, count = loss
     else:
         total, count = loss, None
+    if count is not None and not _is_number(count):
+        what = tuple(count.shape) if isinstance(count, torch.Tensor) else type(count).__name__
+        raise ValueError(
+            f"a pair that the loss returns is (sum, count), with the number of samples or tokens in the sum; "
+            f"got {what} as the count: return the loss alone, or such a pair, and nothing else beside it"
+        )
     if not isinstance(total, torch.Tensor) or total.numel() != 1:
         what = tuple(total.shape) if isinstance(total, torch.Tensor) else type(total).__name__
         raise ValueError(
             f"the loss must be one number or a pair (sum, count), got {what}; pass loss_fn=, a function of "
             "the model's output and the targets"
         )
+    if isinstance(count, torch.Tensor) and count.requires_grad:
+        raise ValueError(
+            "the loss is a pair, taken as (sum, count), and its count requires a gradient, which it would "
+            "not get: return one number if both are losses, or count.detach() if it is a constant"
+        )
     return (total * samples, float(samples)) if count is None else (total, count)
+
+
+def _is_number(value: Any) -> bool:
+    return value.numel() == 1 if isinstance(value, torch.Tensor) else isinstance(value, Number)
 
 
 class LossSum:
@@ -57,7 +73,8 @@ class LossSum:
         """Add the loss of one microbatch."""
         with torch.no_grad():
             self._totals[0] += total.detach().to(torch.float64).reshape(())
-            self._totals[1] += count if isinstance(count, float) else torch.as_tensor(count).to(self._totals)
+            number = count if isinstance(count, float) else torch.as_tensor(count).to(self._totals)
+            self._totals[1] += number.reshape(()) if isinstance(number, torch.Tensor) else number
 
     def join(self, *groups: dist.ProcessGroup | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Sum and count over the ranks of all ``groups``, one group after the other."""

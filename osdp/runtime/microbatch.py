@@ -6,9 +6,13 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils._pytree import tree_leaves, tree_map
 
 from osdp.plan.shard_math import part_sizes
+
+#: Elements of a tensor that ranks compare, about.
+_COMPARED = 4096
 
 
 @dataclass(frozen=True)
@@ -54,9 +58,10 @@ def split(inputs: Any, targets: Any, num_microbatches: int, device: torch.device
 
     Raises:
         TypeError: ``inputs`` is none of the above.
-        ValueError: There is no tensor, or there are fewer samples than microbatches.
+        ValueError: There is no tensor, there are fewer samples than microbatches, or there is a list with an
+            item for each sample.
     """
-    args, kwargs = _arguments(inputs)
+    args, kwargs = arguments(inputs)
     samples = num_samples((args, kwargs))
     if samples < num_microbatches or num_microbatches < 1:
         raise ValueError(
@@ -64,6 +69,8 @@ def split(inputs: Any, targets: Any, num_microbatches: int, device: torch.device
             "samples, or num_microbatches= a smaller number"
         )
     edges = [0, *accumulate(part_sizes(samples, num_microbatches))]
+    if num_microbatches > 1:
+        _refuse_lists((args, kwargs, targets), samples, num_microbatches)
 
     def part(tree: Any, start: int, stop: int) -> Any:
         def cut(leaf: Any) -> Any:
@@ -78,6 +85,22 @@ def split(inputs: Any, targets: Any, num_microbatches: int, device: torch.device
         Microbatch(part(args, a, b), part(kwargs, a, b), part(targets, a, b), b - a)
         for a, b in pairwise(edges)
     )
+
+
+def _refuse_lists(tree: Any, samples: int, num_microbatches: int) -> None:
+    """Raise for a list with an item for each sample: whole, its first items would meet later samples."""
+
+    def has_items(node: Any) -> bool:
+        if not isinstance(node, list) or len(node) != samples:
+            return False
+        return not any(_has_batch(leaf) and len(leaf) == samples for leaf in tree_leaves(node))
+
+    if any(has_items(node) for node in tree_leaves(tree, is_leaf=has_items)):
+        raise ValueError(
+            f"a list of {samples} items beside {samples} samples cannot be cut into {num_microbatches} "
+            "microbatches, of which each would get all items: pass tensors with a row for each sample, or "
+            "num_microbatches=1"
+        )
 
 
 def num_samples(inputs: Any) -> int:
@@ -96,11 +119,47 @@ def shape_of_sample(shape: tuple[int, ...], samples: int) -> tuple[int, ...]:
     return shape[1:] if shape[:1] == (samples,) else shape
 
 
+def check_same(inputs: Any, group: dist.ProcessGroup, device: torch.device) -> None:
+    """Raise unless all ranks of ``group`` were given the same inputs; one small all-reduce.
+
+    Raises:
+        ValueError: Their inputs differ.
+    """
+    prints = [_fingerprint(leaf) for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
+    mine = [float(len(prints)), sum(prints)]
+    # The minimum is the negated maximum of the negated numbers.
+    found = torch.tensor([*mine, *(-each for each in mine)], dtype=torch.float64, device=device)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
+    most, least = found[:2].tolist(), (-found[2:]).tolist()
+    # But for the last bits: hosts of two kinds may add up in two orders.
+    if any(high - low > 1e-9 * max(abs(high), abs(low)) for high, low in zip(most, least, strict=True)):
+        raise ValueError(
+            "the ranks of a pipeline, or of a layer, were given different batches: each makes its own masks "
+            "and positions from the inputs, so pass the same ones to all; give batches by data-parallel rank "
+            '(mesh["dp"].get_local_rank()), not by global rank'
+        )
+
+
+def _fingerprint(tensor: torch.Tensor) -> float:
+    """A number that tells a tensor from others: its size, and some of its elements by their places."""
+    flat = tensor.detach().reshape(-1)
+    some = flat[:: max(1, flat.numel() // _COMPARED)].double()
+    # Masks may have infinities, or the least numbers that there are, beside which nothing else counts.
+    some = some.nan_to_num().clamp(-1e6, 1e6)
+    places = torch.arange(1, len(some) + 1, dtype=torch.float64, device=some.device)
+    return tensor.numel() + float((some * places).sum())
+
+
 def _has_batch(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and leaf.dim() > 0
 
 
-def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and keyword inputs of a forward, of any form that :func:`split` takes.
+
+    Raises:
+        TypeError: It is none.
+    """
     if isinstance(inputs, torch.Tensor):
         return (inputs,), {}
     if isinstance(inputs, (tuple, list)):

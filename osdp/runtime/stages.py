@@ -134,6 +134,16 @@ class StageRuntime(ParameterStore, Protocol):
         """Set whether FSDP2 may end its bookkeeping with the next backward."""
         ...
 
+    def abandon(self, fault: BaseException | None, *, drop_gradients: bool) -> None:
+        """Drop what a step has left that is given up.
+
+        Args:
+            fault: What this rank has met, to be told to those that wait for it; ``None`` if it was another
+                rank of the pipeline.
+            drop_gradients: Whether gradients are dropped as well.
+        """
+        ...
+
 
 @dataclass(frozen=True)
 class RunningStage:

@@ -2,18 +2,20 @@
 
 import math
 from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from osdp.comm.groups import device_of
+from osdp.nn.random_states import draw_apart
 from osdp.plan.schedule import Schedule, generation_schedule
 from osdp.runtime.losses import LossFn
-from osdp.runtime.microbatch import Microbatch, split
+from osdp.runtime.microbatch import Microbatch, arguments, check_same, split
 from osdp.runtime.pipeline.engine import Pipeline, ReductionPolicy
 from osdp.runtime.pipeline.generation import Generation, Sampling, Sequences
 from osdp.runtime.pipeline.gradient_factor import differ
@@ -58,7 +60,8 @@ class StepRunner:
         slicing: TokenSlicing | None = None,
     ) -> torch.Tensor:
         """Compute gradients of the mean loss over all ranks' samples; returns that loss on every rank."""
-        if self._has_gradients():
+        apart = [told for copies in self._running.links.tied if (told := copies.agree()) is not None]
+        if self._has_gradients(apart):
             raise RuntimeError(
                 "there are gradients of an earlier step, which this one would scale: call "
                 "optimizer.zero_grad() between steps, and let num_microbatches= accumulate within one"
@@ -69,9 +72,8 @@ class StepRunner:
         plan, parts = self._prepared(inputs, targets, num_microbatches, schedule, num_slices)
         if slicing:
             parts = tuple(part for whole in parts for part in slicing.cut(whole))
-        for copies in self._running.links.tied:
-            copies.agree()
-        losses = self._pipeline.train(plan, parts, loss_fn, slicing.empty if slicing else None)
+        with self._drawing_apart():
+            losses = self._pipeline.train(plan, parts, loss_fn, slicing.empty if slicing else None)
         total, count = losses.join(self._data_group, self._stage_group)
         for copies in self._running.links.tied:
             copies.add_gradients()
@@ -82,11 +84,15 @@ class StepRunner:
             self._running.links.factor.note(self._running.stored_parameters())
         return (total / count).float()
 
-    def _has_gradients(self) -> bool:
+    def _has_gradients(self, apart: Sequence[str]) -> bool:
         """Whether any rank has a gradient that is not zero; those that are zero are dropped.
 
+        Args:
+            apart: What this rank knows of copies of tied parameters that have come apart.
+
         Raises:
-            RuntimeError: Stages have scaled their gradients by factors of their own.
+            RuntimeError: Stages have scaled their gradients by factors of their own, or copies of tied
+                parameters have come apart.
         """
         parameters = [p for p in self._running.stored_parameters() if p.grad is not None]
         stages = self._stage_group
@@ -97,18 +103,24 @@ class StepRunner:
         local = (grad.to_local() if isinstance(grad, DTensor) else grad for grad in gradients)
         factor = self._running.links.factor.value
         least, most = (-math.inf, -math.inf) if factor is None else (-factor, factor)
-        found = torch.tensor([any(bool(grad.any()) for grad in local), least, most], device=self._device)
+        there = any(bool(grad.any()) for grad in local)
+        found = torch.tensor([there, least, most, bool(apart)], dtype=torch.float32, device=self._device)
         # Ranks of one stage have gradients of the same parameters; another one may be frozen and have none.
         groups = (self._data_group, self._tensor_group) if parameters else ()
         for group in (*groups, None if alone else stages):
             if group is not None:
                 dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
-        there, least, most = found.tolist()
+        there, least, most, came_apart = found.tolist()
+        if came_apart:
+            raise RuntimeError(
+                "\n".join(apart) or "copies of a tied parameter on other ranks were stepped unlike each other"
+            )
         if not alone and most > -math.inf and differ([-least, most]):
             raise RuntimeError(
                 f"before the last optimizer step the gradients of stages were multiplied by {-least:.4g} to "
-                f"{most:.4g}: torch.nn.utils.clip_grad_norm_ and the like see the stages of one rank alone. "
-                "Call model.clip_grad_norm_(max_norm), and go on from a checkpoint of before"
+                f"{most:.4g}: torch.nn.utils.clip_grad_norm_ and GradScaler see the stages of one rank "
+                "alone. Call model.clip_grad_norm_(max_norm), use ShardedGradScaler of "
+                "torch.distributed.fsdp, and go on from a checkpoint of before"
             )
         if there:
             return True
@@ -121,14 +133,16 @@ class StepRunner:
     ) -> torch.Tensor:
         """The mean loss over all ranks' samples, on every rank; no gradients."""
         plan, parts = self._prepared(inputs, targets, num_microbatches)
-        losses = self._pipeline.evaluate(plan.forward_only(), parts, loss_fn)
+        with self._drawing_apart():
+            losses = self._pipeline.evaluate(plan.forward_only(), parts, loss_fn)
         total, count = losses.join(self._data_group, self._stage_group)
         return (total / count).float()
 
     def predict(self, inputs: Any, *, num_microbatches: int | None) -> Any:
         """The model's outputs for this data-parallel rank's inputs, on all ranks of its pipeline."""
         plan, parts = self._prepared(inputs, None, num_microbatches)
-        found = self._pipeline.predict(plan.forward_only(), parts)
+        with self._drawing_apart():
+            found = self._pipeline.predict(plan.forward_only(), parts)
         outputs = joined(found, [part.samples for part in parts])
         if self._stage_group is None or self._stage_group.size() == 1:
             return outputs
@@ -161,10 +175,9 @@ class StepRunner:
         """
         one = self._running.make_schedule(1, None, 1)
         count = num_groups if num_groups is not None else min(len(prompt), one.num_stages)
-        parts = split({"tokens": prompt, "mask": mask}, None, count, self._device)
-        for group in (self._stage_group, self._tensor_group):
-            if group is not None and group.size() > 1:
-                check_same(parts, group, self._device)
+        given = {"tokens": prompt, "mask": mask}
+        self._require_same(given)
+        parts = split(given, None, count, self._device)
         self._require_equal((count, num_tokens), self._data_group, "groups of prompts and tokens to generate")
         run = Generation(
             self._pipeline,
@@ -177,7 +190,8 @@ class StepRunner:
             self._tensor_group,
         )
         groups = [Sequences(part.kwargs["tokens"], part.kwargs["mask"]) for part in parts]
-        run.run(groups)
+        with self._drawing_apart():
+            run.run(groups)
         longest = max(group.result.shape[1] for group in groups)
         return torch.cat(
             [
@@ -203,13 +217,32 @@ class StepRunner:
         if key not in self._schedules:
             self._schedules[key] = self._running.make_schedule(*key)
         plan = self._schedules[key]
-        parts = split(inputs, targets, plan.num_microbatches, self._device)
+        # In every step, since loaders may part later, and before one rank alone refuses what it was given.
+        self._require_same(arguments(inputs))
+        return plan, split(inputs, targets, plan.num_microbatches, self._device)
+
+    def compare_first(self, inputs: Any) -> None:
+        """Compare the first inputs of ranks that compute parts of one model and are called by themselves.
+
+        Later ones are on their devices, whose kernels a comparison would wait for.
+
+        Raises:
+            ValueError: They differ.
+        """
         if not self._compared:
-            for group in (self._stage_group, self._tensor_group):
-                if group is not None and group.size() > 1:
-                    check_same(parts, group, self._device)
+            self._require_same(inputs)
             self._compared = True
-        return plan, parts
+
+    def _require_same(self, inputs: Any) -> None:
+        for group in (self._stage_group, self._tensor_group):
+            if group is not None and group.size() > 1:
+                check_same(inputs, group, self._device)
+
+    def _drawing_apart(self) -> AbstractContextManager[None]:
+        """Where stages compute, each of which has dropout of its own and draws as often as it needs."""
+        if self._stage_group is None or self._stage_group.size() == 1:
+            return nullcontext()
+        return draw_apart(self._device, self._stage_group.rank())
 
     def _compare_slices(self, lengths: Sequence[int]) -> None:
         """Raise if ranks differ in their token slices: each may have searched with its own measured times."""
@@ -270,27 +303,6 @@ def _join(leaves: Sequence[Any], samples: Sequence[int]) -> Any:
     if not first.is_floating_point():
         return first if all(torch.equal(leaf, first) for leaf in leaves) else None
     return sum(leaf * count for leaf, count in zip(leaves, samples, strict=True)) / sum(samples)
-
-
-def check_same(parts: Sequence[Microbatch], group: dist.ProcessGroup, device: torch.device) -> None:
-    """Raise unless all ranks of ``group`` were given the same inputs.
-
-    Raises:
-        ValueError: Their inputs differ.
-    """
-    # A cheap fingerprint: the number of tensors, and the sum of their elements and sizes.
-    tensors = [leaf for part in parts for leaf in tree_leaves((part.args, part.kwargs))]
-    sums = [float(t.double().nan_to_num().sum()) + t.numel() for t in tensors if isinstance(t, torch.Tensor)]
-    mine = torch.tensor([float(len(sums)), sum(sums)], dtype=torch.float64, device=device)
-    least, most = mine.clone(), mine.clone()
-    dist.all_reduce(least, op=dist.ReduceOp.MIN, group=group)
-    dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
-    if not torch.equal(least, most):
-        raise ValueError(
-            "the ranks of a pipeline, or of a layer, were given different batches: each makes its own masks "
-            "and positions from the inputs, so pass the same ones to all; give batches by data-parallel rank "
-            '(mesh["dp"].get_local_rank()), not by global rank'
-        )
 
 
 def _to_all(outputs: Any, group: dist.ProcessGroup, source: int, device: torch.device) -> Any:

@@ -75,10 +75,14 @@ def trace_flow(model: nn.Module, sample_inputs: Any) -> Dataflow:
     with FakeTensors():
         twin = copy_without_weights(model, on_fake_cpu)
 
+        ran: list[Dataflow] = []
+
         def run(draws: SingleDraws) -> tuple[Dataflow, SingleDraws]:
-            return _run(twin, batch, modules, draws), draws
+            ran.append(_run(twin, batch, modules, draws))
+            return ran[-1], draws
 
         one, draws = largest_run(twin, run, lambda found: len(found[0].steps))
+        one = _without_cuts_before_dropped(one, ran)
         # A second run at twice the batch shows how sizes depend on it; a model that rejects it has one size.
         try:
             with warnings.catch_warnings(action="ignore"):
@@ -89,6 +93,20 @@ def trace_flow(model: nn.Module, sample_inputs: Any) -> Dataflow:
     others = two.values if alike else one.values
     values = tuple(_with_batch(a, b, batch.local_batch) for a, b in zip(one.values, others, strict=True))
     return replace(one, values=values, remade=_by_batch(one.remade, two.remade, batch.local_batch))
+
+
+def _without_cuts_before_dropped(flow: Dataflow, ran: Sequence[Dataflow]) -> Dataflow:
+    """``flow`` without cuts before modules that are dropped at random: that did not run in all of ``ran``.
+
+    What goes to a stage is taken where its first module is called, and each stage draws for itself.
+    """
+    always = set.intersection(*({step.module for step in each.steps} for each in ran))
+    bars = tuple(
+        CutBarrier(index, index, f"{step.module!r} is dropped at random, so that no stage can begin with it")
+        for index, step in enumerate(flow.steps)
+        if step.module not in always
+    )
+    return replace(flow, bars=(*flow.bars, *bars))
 
 
 def _with_batch(one: Value, two: Value, local_batch: int) -> Value:
@@ -172,6 +190,9 @@ class _FlowRecorder(TorchDispatchMode):
         #: Storages of the model's inputs; bytes, by storage, of tensors that every stage makes for itself.
         self._given = {storage_key(tensor) for tensor in given}
         self._remade: dict[int, int] = {}
+        #: The step behind which random numbers were drawn between the modules, by id of them, and of what was
+        #: made of them there.
+        self._drawn: dict[int, int] = {}
 
     def enter(self, name: str, _module: nn.Module, args: Any, kwargs: Any) -> None:
         """A step begins."""
@@ -218,12 +239,23 @@ class _FlowRecorder(TorchDispatchMode):
             made_here = self._inside or any(use is not None for use in uses)
             if made_here:
                 self._note_writes(func, args, learned)
+            if not made_here:
+                self._note_drawn(func, (args, kwargs), output)
         else:
             made_here = self._inside
         if made_here:
             for tensor in tensors_in(output):
                 self._make(tensor, learned)
         return output
+
+    def _note_drawn(self, func: Any, given: Any, output: Any) -> None:
+        """Record random numbers that are drawn between the modules, and what is computed from them there."""
+        drawn = [self._drawn[id(tensor)] for tensor in tensors_in(given) if id(tensor) in self._drawn]
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            drawn.append(len(self._steps) - 1)
+        for tensor in tensors_in(output) if drawn else ():
+            self._kept.append(tensor)
+            self._drawn[id(tensor)] = min(drawn)
 
     def _note_writes(self, func: Any, args: tuple[Any, ...], learned: bool) -> None:
         """Record in-place writes: of a value into a tensor that is none, or into one seen through others."""
@@ -255,6 +287,12 @@ class _FlowRecorder(TorchDispatchMode):
             return True
         number = self._numbers.get(id(tensor))
         if number is None:
+            self._add_barrier(
+                self._drawn.get(id(tensor), here),
+                here,
+                "random numbers that the code around the modules draws are used in both, and each stage "
+                "would draw its own; draw them outside, and pass them as an input",
+            )
             if storage_key(tensor) in self._given:  # each stage has the inputs as they were
                 changed = self._changed.get(storage_key(tensor), here)
                 self._add_barrier(changed, here, "an input is changed in place")

@@ -171,3 +171,57 @@ def test_placeholders_have_shapes_but_no_values() -> None:
     assert torch.equal(gone.new_ones(2), torch.ones(2, dtype=torch.bfloat16))
     with pytest.raises(PlaceholderError, match="another stage holds"):
         bool(gone.sum() > 0)
+
+
+class Denoising(nn.Module):
+    """Draws noise for its blocks, and may compare with it what they make."""
+
+    def __init__(self, compares: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(2, 2) for _ in range(4))
+        self.compares = compares
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        noise = torch.randn_like(x)
+        made = x + 0.5 * noise
+        for block in self.blocks:
+            made = block(made)
+        return made - noise if self.compares else made
+
+
+def test_numbers_that_several_stages_would_draw_stay_in_one() -> None:
+    """The last stage compared with noise of its own."""
+    x = (torch.ones(3, 2),)
+    assert trace_flow(Denoising(compares=False), x).cuts == (1, 2, 3)
+    flow = trace_flow(Denoising(compares=True), x)
+    assert flow.cuts == ()
+    with pytest.raises(ValueError, match=r"random numbers .* pass them as an input"):
+        flow.check((0, 2, 4))
+
+
+class DroppingBlocks(nn.Module):
+    """Drops blocks at random, but the last."""
+
+    def __init__(self, probability: float) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(2, 2) for _ in range(4))
+        self.probability = probability
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks[:-1]:  # type: ignore[misc]
+            if bool(torch.rand([]) < self.probability):
+                continue
+            x = block(x)
+        out: torch.Tensor = self.blocks[-1](x)
+        return out
+
+
+def test_no_stage_begins_with_a_block_that_may_be_dropped() -> None:
+    """Where it was, nothing was there to send, and the step failed."""
+    x = (torch.ones(3, 2),)
+    assert trace_flow(DroppingBlocks(0.0), x).cuts == (1, 2, 3)
+    flow = trace_flow(DroppingBlocks(0.5), x)
+    assert [step.module for step in flow.steps] == [f"blocks.{index}" for index in range(4)]
+    assert flow.cuts == (3,)
+    with pytest.raises(ValueError, match=r"'blocks\.2' is dropped at random"):
+        flow.check((0, 2, 4))

@@ -153,6 +153,8 @@ class OptimizerCheck:
         if self._is_over_mine(optimizer):
             self._running.free_copies()
             self._running.links.factor.look()
+            for tied in self._running.links.tied:
+                tied.note(optimizer)
             steps = self._local_steps.get(optimizer)
             if compiled and is_muon(optimizer):
                 raise RuntimeError(
@@ -170,9 +172,28 @@ class OptimizerCheck:
         def compute_and_free(*args: Any, **kwargs: Any) -> Any:
             loss = closure(*args, **kwargs)
             self._running.free_copies()
+            self.refuse_kept(optimizer)
             return loss
 
         return compute_and_free if self._is_over_mine(optimizer) else closure
+
+    def refuse_kept(self, optimizer: Optimizer) -> None:
+        """Raise if all gradients that ``optimizer`` is to step by are kept for a later reduction.
+
+        Raises:
+            RuntimeError: They are: in their place are marks next to zero, by which nothing would be trained.
+        """
+        if not self._running.plan.is_whole:
+            return
+        kept = self._running.sharded.kept
+        mine = _with_gradients(optimizer) & self._parameters.keys() if kept else set()
+        if mine and mine <= kept:
+            raise RuntimeError(
+                f"{type(optimizer).__name__} steps, and the gradients of its {len(mine)} parameters are kept "
+                "for a later reduction (inside of no_sync(), or after set_requires_gradient_sync(False)): "
+                "run the last backward of each step outside, which reduces them all. Steps by the gradients "
+                "of single ranks, as LocalSGD of Accelerate makes, are not for a model under a plan"
+            )
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Gather what ``optimizer`` has updated in shards, so that each rank can evaluate by itself."""
@@ -365,7 +386,10 @@ def _hook_up(check: OptimizerCheck) -> tuple[RemovableHandle, RemovableHandle]:
         living = reference()
         if living is None or compiles:
             return None
-        return with_closure(args, kwargs, partial(living.closure_of, optimizer))
+        changed = with_closure(args, kwargs, partial(living.closure_of, optimizer))
+        if changed is None:  # else the closure is yet to run the last backward
+            living.refuse_kept(optimizer)
+        return changed
 
     def after_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         living = reference()

@@ -233,6 +233,8 @@ def apply_pipeline(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> PipelinedM
         )
         for index in mine
     ]
+    for stage in built:
+        stage.beside = tuple(other for other in built if other is not stage)
     # 2. Shard each stage under its own plan.
     stages: dict[int, RunningStage] = {}
     homes: dict[str, StageModule] = {}

@@ -1,5 +1,9 @@
 """Execution of a pipeline schedule: this rank's forwards and backwards in order, with messages overlapped.
 
+A rank that fails goes on through its schedule without computing: it takes what is sent to it, and sends
+zeros. So no rank waits for another forever, on any backend, and nothing is in flight when all of them raise,
+at the end of the step.
+
 ``torch.distributed.pipelining`` has an engine too. Its stages communicate with their neighbours only, in
 shapes fixed at the first step; here a value goes to whichever stage needs it, tied weights have copies in
 several stages, and batch and sequence length may change from step to step.
@@ -21,8 +25,9 @@ from osdp.runtime.losses import LossFn, LossSum, loss_parts
 from osdp.runtime.microbatch import Microbatch
 from osdp.runtime.pipeline import received_gradients
 from osdp.runtime.pipeline.channels import Channel
-from osdp.runtime.pipeline.messenger import MessageKey, MessageSpecs, Messenger
+from osdp.runtime.pipeline.messenger import FailedPeerError, MessageKey, MessageSpecs, Messenger
 from osdp.runtime.pipeline.split_backward import WeightPass, backward_inputs
+from osdp.runtime.ranks.shared_faults import raise_together
 from osdp.runtime.stages import RunningStage, Stage, StageOutput
 from osdp.runtime.token_slices.kv_prefix import KeyValues, Prefix
 
@@ -141,6 +146,7 @@ class Pipeline:
         self.num_transfers = len(transfers)
         self.mail = Messenger(group, device, channels)
         self.rank = group.rank() if group is not None else 0
+        self._others = group if group is not None and group.size() > 1 else None
         self._device = device
         self._reduces = reduces
 
@@ -199,16 +205,89 @@ class Pipeline:
         }
         if keep:
             perform[ActionKind.FORWARD] = self._predict
+        at = 0
+        fault: Exception | None = None
         try:
-            for at, action in enumerate(order):
-                # Receives of the next actions are posted before this one computes.
-                for later in order[at : at + 1 + AHEAD]:
-                    self.expect(step, later)
-                perform[action.kind](step, action)
+            try:
+                for at, action in enumerate(order):
+                    # Receives of the next actions are posted before this one computes.
+                    for later in order[at : at + 1 + AHEAD]:
+                        self.expect(step, later)
+                    perform[action.kind](step, action)
+            except Exception as error:
+                fault = error
+                self._drop(step, error)
+                self.pass_over(step, order[at:], error)
             self.mail.finish()
+            self.share(step, fault)
         except BaseException:
             self.mail.reset()
             raise
+        finally:
+            fault = None  # its traceback holds this frame
+
+    # Faults
+
+    def pass_over(self, step: StageStep, actions: Sequence[Action], fault: Exception) -> None:
+        """Exchange the messages of ``actions`` without running them, so that no other rank waits for them.
+
+        Raises:
+            Exception: ``fault``, for which they are passed over, if the connection to another rank is lost.
+        """
+        placement = step.schedule.placement
+        try:
+            for action in actions:
+                if action.kind is ActionKind.BACKWARD_WEIGHT:
+                    continue
+                stage, back = self.stages[action.stage].stage, action.kind is not ActionKind.FORWARD
+                taken, given = (stage.outgoing, stage.incoming) if back else (stage.incoming, stage.outgoing)
+                for transfers, sends in ((taken, False), (given, True)):
+                    for transfer in transfers:
+                        if back and not transfer.differentiable:
+                            continue
+                        peer = placement[transfer.source if sends is back else transfer.target]
+                        address = self._address(step, transfer, action.microbatch, back=back)
+                        self.mail.pass_over(peer, address, sends=sends)
+        except RuntimeError as lost:
+            raise fault from lost
+
+    def share(self, step: StageStep, fault: Exception | None) -> None:
+        """Raise on all ranks of the pipeline what some have met in a step; a collective call at its end.
+
+        Raises:
+            Exception: ``fault``, if there is no other rank.
+            RuntimeError: And others, as for :func:`osdp.runtime.ranks.shared_faults.raise_together`.
+        """
+        if self._others is None:
+            if fault is not None:
+                raise fault
+            return
+        failed = torch.tensor(float(fault is not None), device=self._device)
+        dist.all_reduce(failed, dist.ReduceOp.MAX, group=self._others)
+        if not failed:
+            return
+        if fault is None:
+            self._drop(step, None)
+        # Who has only missed a message leaves it to the others to say why.
+        told = None if isinstance(fault, FailedPeerError) else fault
+        raise_together(
+            told, "a rank of the pipeline failed, so that all of them drop this step", self._others
+        )
+
+    def _drop(self, step: StageStep, fault: Exception | None) -> None:
+        """Let go of all that is left of a step which a rank of the pipeline has failed in.
+
+        Args:
+            step: The step.
+            fault: What this rank has met; ``None`` if it was another.
+        """
+        step.flights.clear()
+        step.prefixes.clear()
+        step.outputs.clear()
+        # An evaluation of a whole model leaves alone what a loop of the user's own has under way.
+        if step.trains or self._others is not None:
+            for running in self.stages.values():
+                running.runtime.abandon(fault, drop_gradients=step.trains)
 
     # Messages
 
@@ -219,8 +298,15 @@ class Pipeline:
         place = self._device.type
         autocast = torch.get_autocast_dtype(place) if torch.is_autocast_enabled(place) else None
         kind = (number, back, step.microbatches[microbatch].signature, autocast, self._training)
-        channel = (transfer.target, transfer.source) if back else (transfer.source, transfer.target)
-        return MessageKey(2 * (microbatch * self.num_transfers + number) + back, kind, channel)
+        maker, taker = (transfer.target, transfer.source) if back else (transfer.source, transfer.target)
+        places = step.schedule.places
+        return MessageKey(
+            2 * (microbatch * self.num_transfers + number) + back,
+            kind,
+            (maker, taker),
+            places[not back, maker, microbatch],
+            places[not back, taker, microbatch],
+        )
 
     def expect(self, step: StageStep, action: Action) -> None:
         """Post the receives of an action."""

@@ -160,19 +160,23 @@ class Generation:
         num_tokens = self.schedule.num_slices
         units: dict[int, Microbatch] = {}
         step = StageStep(self.schedule, units, None, LossSum(self.device), False, self.empty)
+        fault: Exception | None = None
         try:
             with torch.no_grad():
                 for at in range(num_tokens):
                     for index, group in enumerate(groups):
                         self._receive(group)
                         if not self._over(group):
-                            self._next(step, units, group, index * num_tokens + at)
+                            fault = self._next(step, units, group, index * num_tokens + at, fault)
                 for group in groups:
                     self._receive(group)
             self.pipeline.mail.finish()
+            self.pipeline.share(step, fault)
         except BaseException:
             self.pipeline.mail.reset()
             raise
+        finally:
+            fault = None  # its traceback holds this frame
 
     def _over(self, group: Sequences) -> bool:
         if self.data_group.size() == 1 or not self.choice.ends:
@@ -181,30 +185,53 @@ class Generation:
         dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=self.data_group)
         return bool(flag)
 
-    def _next(self, step: StageStep, units: dict[int, Microbatch], group: Sequences, unit: int) -> None:
+    def _next(
+        self,
+        step: StageStep,
+        units: dict[int, Microbatch],
+        group: Sequences,
+        unit: int,
+        fault: Exception | None,
+    ) -> Exception | None:
+        """Run a group's next forward, unless this rank has failed before; returns what it has met by then."""
         inputs = group.inputs(self.takes)
         samples, length = inputs["input_ids"].shape
         units[unit] = Microbatch((), inputs, None, samples, length)
-        result: Any = None
-        for stage in self.schedule.stages_of(self.pipeline.rank):
-            action = Action(ActionKind.FORWARD, stage, unit)
-            self.pipeline.expect(step, action)
-            _, result = self.pipeline.run_stage(step, action)
+        stages = self.schedule.stages_of(self.pipeline.rank)
+        actions = [Action(ActionKind.FORWARD, stage, unit) for stage in stages]
+        # What a rank gives out that has failed: any token, of the dtype of those that are chosen.
+        chosen = group.tokens[:, -1].long()
+        if fault is None:
+            try:
+                chosen = self._run(step, actions, chosen)
+            except Exception as error:
+                if self.data_group.size() > 1:
+                    raise
+                fault = error
+        if fault is not None:
+            self.pipeline.pass_over(step, actions, fault)
         del units[unit]
         group.begun, group.under_way = True, unit
         if self._chooses:
-            group.chosen = self._choose(result, unit)
+            group.chosen = chosen
+            for rank in range(self.schedule.num_ranks):
+                if rank != self.pipeline.rank:
+                    self.pipeline.mail.send(chosen, rank, self._address(unit, len(chosen), rank))
         else:
             address = self._address(unit, samples, self.pipeline.rank)
             self.pipeline.mail.expect(self.schedule.placement[-1], address)
+        return fault
 
-    def _choose(self, output: Any, unit: int) -> torch.Tensor:
-        chosen = self.choice(output.logits[:, -1])
-        if self.tensor_group is not None:
-            dist.broadcast(chosen, group=self.tensor_group, group_src=0)
-        for rank in range(self.schedule.num_ranks):
-            if rank != self.pipeline.rank:
-                self.pipeline.mail.send(chosen, rank, self._address(unit, len(chosen), rank))
+    def _run(self, step: StageStep, actions: Sequence[Action], chosen: torch.Tensor) -> torch.Tensor:
+        """Run a forward; returns the tokens chosen after it, or ``chosen`` where this rank chooses none."""
+        result: Any = None
+        for action in actions:
+            self.pipeline.expect(step, action)
+            _, result = self.pipeline.run_stage(step, action)
+        if self._chooses:
+            chosen = self.choice(result.logits[:, -1])
+            if self.tensor_group is not None:
+                dist.broadcast(chosen, group=self.tensor_group, group_src=0)
         return chosen
 
     def _receive(self, group: Sequences) -> None:

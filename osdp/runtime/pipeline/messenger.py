@@ -5,6 +5,8 @@ preceded by a header with its shape and dtype; ranks remember them for each shap
 messages need no header.
 """
 
+import contextlib
+import math
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 
@@ -28,11 +30,15 @@ class MessageKey:
         number: Distinguishes the messages between two ranks that are in flight at the same time.
         kind: Equal for messages of the same shape and dtype.
         channel: The stages it goes from and to.
+        made_at: Place of the action that makes it in the order of its rank.
+        taken_at: Place of the action that takes it in the order of the other rank.
     """
 
     number: int
     kind: Hashable
     channel: Channel
+    made_at: int = -1
+    taken_at: float = math.inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +50,22 @@ class _Expected:
     is_header: bool
 
 
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    """A message that may not have arrived yet: its tensor must live until then, and no longer."""
+
+    tensor: torch.Tensor
+    work: dist.Work
+    peer: int
+    taken_at: float
+
+
 #: Shape and dtype of the messages of each kind.
 MessageSpecs = dict[Hashable, tuple[torch.Size, torch.dtype]]
+
+
+class FailedPeerError(RuntimeError):
+    """Another rank has failed, and has nothing to send; it says itself why."""
 
 
 class Messenger:
@@ -77,8 +97,10 @@ class Messenger:
         self._asked: set[Hashable] = set()
         self._expected: dict[int, _Expected] = {}
         self._at_home: dict[int, torch.Tensor] = {}
-        self._sent: list[tuple[dist.Work, torch.Tensor]] = []
+        self._sent: list[_Sent] = []
         self._here = group.rank() if group is not None else 0
+        #: Numbers of the messages of this step that were sent to other ranks, or taken from them.
+        self._done: set[int] = set()
 
     def send(self, tensor: torch.Tensor, peer: int, address: MessageKey) -> None:
         """Start sending ``tensor``, which must not change meanwhile, to rank ``peer`` of the pipeline."""
@@ -94,10 +116,12 @@ class Messenger:
                 "follow from those of the inputs, since other ranks do not receive them"
             )
         if agreed is None:
+            header = _header(tensor, self._device)  # before anything is noted: it refuses some
             self.specs[address.kind] = (tensor.shape, tensor.dtype)
-            self._post_send(_header(tensor, self._device), peer, address, 2 * address.number)
+            self._post_send(header, peer, address, 2 * address.number)
         # Two tags for each number, of the header and of the message.
         self._post_send(tensor.contiguous(), peer, address, 2 * address.number + 1)
+        self._done.add(address.number)
 
     def expect(self, peer: int, address: MessageKey) -> None:
         """Post the receive of a message from ``peer``, or of its header; a second call has no effect."""
@@ -116,7 +140,11 @@ class Messenger:
             self._expected[address.number] = _Expected(header, work, is_header=True)
 
     def take(self, peer: int, address: MessageKey) -> torch.Tensor:
-        """Wait for the message from ``peer`` and return it; messages of one kind in the order of sending."""
+        """Wait for the message from ``peer`` and return it; messages of one kind in the order of sending.
+
+        Raises:
+            FailedPeerError: That rank has failed before any message of the kind.
+        """
         if peer == self._here:
             return self._at_home.pop(address.number)
         self.expect(peer, address)
@@ -124,20 +152,47 @@ class Messenger:
         # 1. After a header the shape is known, and the message itself can be received.
         if expected is not None and expected.is_header:
             expected.work.wait()
-            self.specs[address.kind] = _shape(expected.buffer)
             self._headers.discard(address.channel)
+            spec = _shape(expected.buffer)
+            if spec is None:
+                # The next message of the kind has a header again.
+                self._asked.discard(address.kind)
+                self._done.add(address.number)
+                raise FailedPeerError(f"rank {peer} of the pipeline has failed in this step")
+            self.specs[address.kind] = spec
             expected = None
         # 2. It was not posted ahead: a header of its kind or channel had to come first.
         if expected is None:
             expected = self._posted(peer, address)
         expected.work.wait()
+        self._done.add(address.number)
+        self._release(peer, address.made_at)
         return expected.buffer
 
     def finish(self) -> None:
         """Wait until all sends have completed."""
-        for work, _ in self._sent:
-            work.wait()
+        for sent in self._sent:
+            sent.work.wait()
         self._sent.clear()
+        self._done.clear()
+
+    def pass_over(self, peer: int, address: MessageKey, *, sends: bool) -> None:
+        """Exchange a message of an action that is not run, unless that was done before.
+
+        What is received is dropped. What is sent are zeros; of a kind that was never sent, a header which
+        says that nothing follows.
+        """
+        if peer == self._here or address.number in self._done:
+            return
+        if not sends:
+            with contextlib.suppress(FailedPeerError):
+                self.take(peer, address)
+        elif address.kind in self.specs:
+            shape, dtype = self.specs[address.kind]
+            self.send(torch.zeros(shape, dtype=dtype, device=self._device), peer, address)
+        else:
+            self._post_send(_header(None, self._device), peer, address, 2 * address.number)
+            self._done.add(address.number)
 
     def reset(self) -> None:
         """Forget all messages in flight, after an exception."""
@@ -145,6 +200,9 @@ class Messenger:
         self._at_home.clear()
         self._headers.clear()
         self._sent.clear()
+        self._done.clear()
+        # What was asked for and never came is asked for again.
+        self._asked.intersection_update(self.specs)
 
     def _posted(self, peer: int, address: MessageKey) -> _Expected:
         shape, dtype = self.specs[address.kind]
@@ -162,16 +220,28 @@ class Messenger:
         group = self._channels.get(address.channel, self._group)
         work = dist.isend(tensor, self._global(peer), group=group, tag=tag)
         assert work is not None
-        # A tensor must live until it is sent, and no longer.
-        self._sent = [(w, t) for w, t in self._sent if not w.is_completed()]
-        self._sent.append((work, tensor))
+        self._sent = [sent for sent in self._sent if not sent.work.is_completed()]
+        self._sent.append(_Sent(tensor, work, peer, address.taken_at))
+
+    def _release(self, peer: int, place: int) -> None:
+        """Let go of what ``peer`` had taken before it made a message that arrived; gloo tells of no send."""
+        kept = []
+        for sent in self._sent:
+            if sent.peer == peer and sent.taken_at <= place:
+                sent.work.wait()
+            else:
+                kept.append(sent)
+        self._sent = kept
 
     def _global(self, peer: int) -> int:
         assert self._group is not None
         return dist.get_global_rank(self._group, peer)
 
 
-def _header(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+def _header(tensor: torch.Tensor | None, device: torch.device) -> torch.Tensor:
+    """The shape and dtype of a message; of ``None``, that there is none."""
+    if tensor is None:
+        return torch.full((_MAX_DIMS + 2,), -1, dtype=torch.int64, device=device)
     if tensor.dim() > _MAX_DIMS:
         raise ValueError(f"stages exchange tensors of at most {_MAX_DIMS} dimensions, got {tensor.dim()}")
     if tensor.dtype not in _DTYPES:
@@ -180,6 +250,7 @@ def _header(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return torch.tensor([tensor.dim(), _DTYPES.index(tensor.dtype), *shape], device=device)
 
 
-def _shape(header: torch.Tensor) -> tuple[torch.Size, torch.dtype]:
+def _shape(header: torch.Tensor) -> tuple[torch.Size, torch.dtype] | None:
+    """What :func:`_header` was made of."""
     dims, dtype, *shape = header.tolist()
-    return torch.Size(shape[:dims]), _DTYPES[dtype]
+    return None if dims < 0 else (torch.Size(shape[:dims]), _DTYPES[dtype])

@@ -77,6 +77,8 @@ class StageModule:
         #: last; the latter's before a forward; ids of the former's hooks.
         self._copied = tuple((own, container, dict(vars(own))) for own, container in copied)
         self._before: list[dict[str, Any]] = []
+        #: The other stages of this rank.
+        self.beside: tuple[StageModule, ...] = ()
         self._users: set[int] = {
             key for own, _ in copied for registry in HOOK_REGISTRIES for key in getattr(own, registry)
         }
@@ -87,8 +89,9 @@ class StageModule:
         self, received: Sequence[torch.Tensor], args: Sequence[Any], kwargs: dict[str, Any]
     ) -> StageOutput:
         """Run the stage; see :class:`osdp.runtime.stages.Stage`."""
-        # Before the call, which looks for hooks first.
-        self._take_over()
+        # Before the call, which looks for hooks first. What a user has set all take before one counts on.
+        for stage in (*self.beside, self):
+            stage._take_over()
         try:
             sent, result = self.model(*args, stage_inputs=tuple(received), **kwargs)
         finally:
@@ -134,8 +137,16 @@ class StageModule:
     def _hand_back(self) -> None:
         """The model's own containers get what a forward has set on the copies."""
         for (own, container, _), before in zip(self._copied, self._before, strict=True):
-            _copy_changes(container, own, before)
+            changed = _copy_changes(container, own, before)
+            for stage in self.beside:
+                stage.leave_out(own, changed)
         self._before = []
+
+    def leave_out(self, own: nn.Module, changed: Mapping[str, Any]) -> None:
+        """Take over nothing of what the forward of another stage has set: this one's sets it by itself."""
+        for known, _, seen in self._copied:
+            if known is own:
+                seen.update(changed)
 
     def enter(
         self, name: str, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -284,11 +295,15 @@ def _copy_containers(
     return twin
 
 
-def _copy_changes(source: nn.Module, target: nn.Module, before: Mapping[str, Any]) -> None:
-    """Give ``target`` the plain attributes of ``source`` that are others than ``before``."""
-    for key, value in vars(source).items():
-        if key not in _OF_COPIES and before.get(key, _MISSING) is not value:
-            target.__dict__[key] = value
+def _copy_changes(source: nn.Module, target: nn.Module, before: Mapping[str, Any]) -> dict[str, Any]:
+    """Give ``target`` the plain attributes of ``source`` that are others than ``before``; returns them."""
+    changed = {
+        key: value
+        for key, value in vars(source).items()
+        if key not in _OF_COPIES and before.get(key, _MISSING) is not value
+    }
+    target.__dict__.update(changed)
+    return changed
 
 
 class _Received(torch.autograd.Function):

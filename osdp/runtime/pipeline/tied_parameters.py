@@ -4,15 +4,20 @@ All copies start equal, get the sum of their gradients once a step and the same 
 equal. The first stage's copy is the owner: norms and checkpoints include only that one.
 """
 
+import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
 
+from osdp.comm.objects import gather_objects
 from osdp.plan.plan import Plan, Tie
 from osdp.plan.sharding import Mode
 
@@ -30,6 +35,7 @@ class TiedCopies:
         source: Global rank of the owner.
         parameters: Returns the copies as the optimizer sees them, each parameter once.
         trained: Whether they were trained when ranks last agreed; the only item.
+        settings: By which optimizer and settings each copy here was stepped last, by its id.
     """
 
     names: tuple[str, ...]
@@ -40,6 +46,7 @@ class TiedCopies:
     source: int
     parameters: Callable[[], Sequence[nn.Parameter]]
     trained: list[bool]
+    settings: dict[int, tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def not_owned(self) -> Sequence[nn.Parameter]:
@@ -55,6 +62,8 @@ class TiedCopies:
                 dist.broadcast(given, src=self.source, group=self.group)
             for parameter in (first, *others):
                 self._replace(parameter, given)
+            # What is received in place counts as no change, and what was gathered before would stay.
+            increment_version([first, *others])
 
     def add_gradients(self) -> None:
         """Replace the gradient of each copy by the sum over all copies; frozen parameters have none."""
@@ -75,17 +84,46 @@ class TiedCopies:
             for gradient in gradients:
                 self._replace(gradient, total)
 
-    def agree(self) -> None:
-        """Freeze or thaw all copies where one was, before a step."""
+    def note(self, optimizer: Optimizer) -> None:
+        """Remember by which settings ``optimizer``, which is about to step, steps the copies here."""
+        mine = {id(copy) for copy in self.parameters()}
+        for group in optimizer.param_groups:
+            for key in mine & {id(parameter) for parameter in group["params"]}:
+                self.settings[key] = _settings_of(optimizer, group)
+
+    def agree(self) -> str | None:
+        """Freeze or thaw all copies where one was, before a step; a collective call.
+
+        Returns:
+            What is wrong with the last optimizer step, if it was not the same for all copies.
+        """
         copies, before = self.parameters(), self.trained[0]
-        changed = torch.tensor(float(any(copy.requires_grad != before for copy in copies)))
+        here = sorted(set(self.settings.values()))
+        # Float32 has integers up to 2**24.
+        code = float(zlib.crc32(repr(here).encode()) % 2**24)
+        changed = float(any(copy.requires_grad != before for copy in copies))
+        votes = torch.tensor([changed, code, -code])
         if self.group is not None:
-            changed = changed.to(copies[0].device)
-            dist.all_reduce(changed, dist.ReduceOp.MAX, group=self.group)
+            votes = votes.to(copies[0].device)
+            dist.all_reduce(votes, dist.ReduceOp.MAX, group=self.group)
+        changed, most, least = votes.tolist()
         if changed:
             self.trained[0] = not before
             for copy in copies:
                 copy.requires_grad_(not before)
+        return self._tell_apart(here) if len(here) > 1 or most != -least else None
+
+    def _tell_apart(self, here: Sequence[tuple[str, ...]]) -> str:
+        everyone = [here] if self.group is None else gather_objects(here, self.group)
+        found = list(dict.fromkeys(one for each in everyone for one in each or [("no optimizer",)]))
+        alike = set.intersection(*map(set, found))
+        told = " and ".join(" with ".join(word for word in one if word not in alike) for one in found)
+        self.settings.clear()
+        return (
+            f"the copies of {self.owner!r} in several stages were stepped unlike each other: by {told}. They "
+            "have other names in other stages; group parameters so that all names of a tied one are "
+            "together, and go on from a checkpoint of before"
+        )
 
     def _exchanged(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor that ranks exchange: the shard if all copies are sharded alike, else the whole."""
@@ -142,6 +180,16 @@ def tied_copies(
                 found.append(TiedCopies(names, tie.names[0], owned, alike, own, members[0], get, trained))
         level()
     return tuple(found)
+
+
+#: Options of torch's optimizers that choose a kernel for the same step.
+_KERNELS = {"foreach", "fused", "capturable", "differentiable"}
+
+
+def _settings_of(optimizer: Optimizer, group: Mapping[str, Any]) -> tuple[str, ...]:
+    """What decides how a parameter of ``group`` is stepped; labels of the user's do not."""
+    options = sorted(name for name in optimizer.defaults if name in group and name not in _KERNELS)
+    return type(optimizer).__name__, *(f"{name}={group[name]}" for name in options)
 
 
 def _all(getters: Sequence[Callable[[], nn.Parameter]]) -> list[nn.Parameter]:

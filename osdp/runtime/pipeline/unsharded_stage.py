@@ -35,6 +35,12 @@ class UnshardedStage:
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """No effect: FSDP2 shards nothing here."""
 
+    def abandon(self, fault: BaseException | None, *, drop_gradients: bool) -> None:
+        """Drop the gradients of a step that is given up; no data-parallel rank waits for this one."""
+        del fault
+        for parameter in self.model.parameters() if drop_gradients else ():
+            parameter.grad = None
+
     def free_copies(self) -> None:
         """No effect: modules compute with the stored parameters themselves."""
 

@@ -136,6 +136,11 @@ class BackwardPass:
         """Whether gradients of earlier backwards are kept for one that reduces them."""
         return bool(self._used)
 
+    @property
+    def kept(self) -> set[int]:
+        """Identities of the stored parameters whose gradients are kept."""
+        return {id(p.stored) for p in self._parameters if p.name in self._used} if self._used else set()
+
     def close(self) -> None:
         """Remove the hooks on stored parameters, and let the graphs of earlier forwards keep none of them."""
         self._lockstep.on_backward = lambda: None

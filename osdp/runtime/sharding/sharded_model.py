@@ -247,6 +247,11 @@ class ShardedModel:
         return self._backward.keeps_gradients
 
     @property
+    def kept(self) -> set[int]:
+        """Identities of the stored parameters whose gradients wait to be reduced."""
+        return self._backward.kept
+
+    @property
     def waiting_for(self) -> str | None:
         """What has to come before the model is between two steps; ``None`` if it is.
 
@@ -357,6 +362,12 @@ class ShardedModel:
         for module in self._recomputed:
             module.abandon()
         self._replicated.swap_out()
+
+    def abandon(self, fault: BaseException | None, *, drop_gradients: bool) -> None:
+        """Drop what a step has left that is given up; see :class:`~osdp.runtime.stages.StageRuntime`."""
+        if fault is not None:
+            self._lockstep.fail(fault, "a step")
+        self.recover(drop_gradients=drop_gradients)
 
     def meet(self, label: str) -> None:
         """Wait for the other ranks between two passes, and join evaluations that they run before."""

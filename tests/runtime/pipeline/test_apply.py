@@ -28,7 +28,7 @@ from osdp.search.sharding.planner import Candidate
 from osdp.tracing.dataflow import trace_flow
 from osdp.tracing.sample_batch import SampleBatch
 from tests.helpers import distributed
-from tests.helpers.stage_nets import LateTiedNet, TiedNet, batch, loss_fn, targets
+from tests.helpers.stage_nets import VOCAB, WIDTH, LateTiedNet, TiedNet, batch, loss_fn, targets
 
 ALONE = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")
 SAMPLES, PARTS = 10, 4
@@ -130,8 +130,10 @@ def stages_alone() -> None:
     mesh = parallel_mesh(net(), ParallelDims(1, 2, 1))
     check_steps({"mesh": mesh})  # data parallelism alone, on a mesh that has the other axes, too
     check_frozen_tie()
+    check_groups_by_name()
     check_autocast()
     check_means()
+    check_scaler()
 
 
 def check_frozen_tie() -> None:
@@ -156,6 +158,30 @@ def check_frozen_tie() -> None:
             tied[0].requires_grad_(True)
 
 
+def check_groups_by_name() -> None:
+    """The head's copy of the embedding was decayed, since it has the head's name in its stage."""
+    model = wrapped(net(), pp=2, schedule="1f1b")
+    named = list(model.named_parameters())
+    groups = [
+        {"params": [p for n, p in named if (n == "embed.weight") is kept], "weight_decay": decay}
+        for kept, decay in ((True, 0.0), (False, 0.1))
+    ]
+    optimizer = torch.optim.AdamW([group for group in groups if group["params"]], lr=0.01)
+    for decays in ((0.0, 0.1), (0.1, 0.1)):
+        for group in optimizer.param_groups:
+            others = any(p.shape != (VOCAB, WIDTH) for p in group["params"]) or dist.get_rank() > 0
+            group["weight_decay"] = decays[others]
+        model.train_step(batch(SAMPLES), targets(SAMPLES), loss_fn)
+        optimizer.step()
+        optimizer.zero_grad()
+        if decays[0] != decays[1]:
+            with pytest.raises(
+                RuntimeError, match=r"'embed\.weight'.*weight_decay=0\.0 and .*weight_decay=0\.1"
+            ):
+                model.train_step(batch(SAMPLES), targets(SAMPLES), loss_fn)
+    model.train_step(batch(SAMPLES), targets(SAMPLES), loss_fn)
+
+
 def check_autocast() -> None:
     """Stages sent bfloat16 where float32 had been agreed on, and received noise."""
     model, reference = wrapped(net(), pp=2, schedule="1f1b"), net()
@@ -164,6 +190,39 @@ def check_autocast() -> None:
             got = float(model.eval_step(batch(SAMPLES), targets(SAMPLES), loss_fn))
             total, count = loss_fn(reference(**batch(SAMPLES)), targets(SAMPLES))
         assert got == pytest.approx(float(total / count), rel=1e-2 if enabled else 1e-5)
+
+
+def check_scaler() -> None:
+    """An infinite gradient of one stage: no stage steps, and all halve their scale."""
+    from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+    model, reference = wrapped(net(), pp=2, schedule="1f1b"), net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    scaler = ShardedGradScaler("cpu", init_scale=1024.0)
+    scaler.scale(torch.zeros(()))
+
+    def scaled(output: Any, wanted: torch.Tensor) -> Any:
+        total, count = loss_fn(output, wanted)
+        return scaler.scale(total), count
+
+    for step in range(3):
+        optimizer.zero_grad()
+        loss = float(model.train_step(batch(SAMPLES), targets(SAMPLES), scaled)) / scaler.get_scale()
+        if not step:
+            assert abs(loss - single_step(reference, SAMPLES, 5)) < 1e-4 * loss
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        if step == 1 and dist.get_rank() == 0:
+            next(parameter for parameter in model.parameters()).grad.fill_(torch.inf)
+        scaler.unscale_(optimizer)
+        if not step:
+            gradients = dict(reference.named_parameters(remove_duplicate=False))
+            for name, parameter in model.named_parameters():
+                assert difference(parameter.grad, gradients[name].grad) < 1e-4, name
+        scaler.step(optimizer)
+        scaler.update()
+        stepped = any(not torch.equal(one, p) for one, p in zip(before, model.parameters(), strict=True))
+        assert stepped is (step != 1), step
+    assert scaler.get_scale() == 512.0
 
 
 class Summed(TiedNet):
@@ -294,7 +353,27 @@ def check_initial_values(model: OSDP) -> None:
             assert torch.equal(whole(parameter.detach()), whole(undivided[name].detach())), name
 
 
+def draws_apart() -> None:
+    """Three blocks on two stages: one of them drew more, and shuffled otherwise in the next epoch."""
+    model = wrapped(net(layers=3, dropout=0.5), pp=2, schedule="1f1b")
+    seeds: list[int] = []
+    for block in model.module.blocks:  # type: ignore[union-attr]
+        block.register_forward_pre_hook(lambda *_: seeds.append(torch.initial_seed()))
+    torch.manual_seed(3)
+    for _ in range(2):
+        order = torch.randperm(SAMPLES)
+        inputs = {name: value[order] for name, value in batch(SAMPLES).items()}
+        model.train_step(inputs, targets(SAMPLES)[order], loss_fn)
+        model.zero_grad()
+    found: list[Any] = [None] * 2
+    dist.all_gather_object(found, (torch.get_rng_state().tolist(), set(seeds)))
+    (one, drawn), (other, drawn_there) = found
+    assert one == other
+    assert len(drawn) == len(drawn_there) == 2 and not drawn & drawn_there
+
+
 def dropout_and_meta() -> None:
+    draws_apart()
     roomy = halves(2**30)
     # A limit that only recomputation meets; dropout must draw the same again.
     tight = halves(roomy.predicted.peak_bytes - 1)
@@ -333,6 +412,15 @@ def refusals() -> None:
     model.train_step(batch(SAMPLES), targets(SAMPLES), loss_fn)
     with pytest.raises(RuntimeError, match="zero_grad"):
         model.train_step(batch(SAMPLES), targets(SAMPLES), loss_fn)
+    model.zero_grad()
+    # Also later than in the first step, in another order, and where one rank's alone cannot be cut.
+    inputs = batch(SAMPLES)
+    turned = {name: value.roll(dist.get_rank(), 0) for name, value in inputs.items()}
+    for others in (batch(SAMPLES, seed=dist.get_rank()), turned, batch(SAMPLES - 7 * dist.get_rank())):
+        with pytest.raises(ValueError, match="different batches"):
+            model.train_step(others, targets(SAMPLES), loss_fn)
+        with pytest.raises(ValueError, match="different batches"):
+            model.eval_step(others, targets(SAMPLES), loss_fn)
     with pytest.raises(ValueError, match="is unknown; there are"):
         wrapped(net(), pp=2, schedule="round-robin")
     with pytest.raises(ValueError, match="two names of one option"):
@@ -515,3 +603,38 @@ def meta_buffers() -> None:
 def test_buffers_of_meta_models_are_where_the_inputs_of_a_stage_are() -> None:
     """Gemma2 scales by a buffer, GPT-Neo masks by one: code around a stage met them on two devices."""
     distributed.run(2, meta_buffers, timeout=120)
+
+
+def as_of_transformers(seed: int) -> TiedNet:
+    """With the names that transformers leaves out of a folder."""
+    made = net(seed)
+    vars(made)["all_tied_weights_keys"] = {"head.weight": "embed.weight"}
+    return made
+
+
+def read_by_stages(folder: str) -> None:
+    want = net().state_dict()
+    for index, layout in enumerate(LAYOUTS):
+        checkpoint.save_pretrained(wrapped(as_of_transformers(0), **layout), f"{folder}/{index}")
+        model = wrapped(as_of_transformers(7), **LAYOUTS[(index + 1) % len(LAYOUTS)])
+        checkpoint.load_pretrained(model, f"{folder}/{index}")
+        found = model.state_dict()
+        assert all(torch.equal(whole(value), want[name]) for name, value in found.items()), (index, layout)
+
+
+def test_pretrained_weights_reach_all_copies_of_a_tied_one(tmp_path: Any) -> None:
+    # The head, in another stage than the embedding, kept its random values without a word.
+    distributed.run(4, read_by_stages, str(tmp_path), timeout=180)
+
+
+def adapters_in_stages(folder: str) -> None:
+    made = net()
+    vars(made)["peft_config"] = {}
+    model = wrapped(made, pp=2, schedule="gpipe")
+    with pytest.raises(ValueError, match="adapters of a model in 2 stages are not written: rank 0"):
+        checkpoint.save_pretrained(model, folder)
+
+
+def test_adapters_of_stages_are_not_written_in_part(tmp_path: Any) -> None:
+    # The folder had those of the first stage, without a word.
+    distributed.run(2, adapters_in_stages, str(tmp_path / "adapters"))

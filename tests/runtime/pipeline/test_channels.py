@@ -66,3 +66,32 @@ def all_posts() -> None:
 
 def test_both_sides_of_a_channel_post_in_the_same_order() -> None:
     distributed.run(2, all_posts, timeout=120)
+
+
+def most_kept(num_microbatches: int, schedule: str) -> int:
+    """The most messages that a rank keeps at a time, which may not have arrived."""
+    most, post_send = 0, Messenger._post_send
+
+    def sends(mail: Messenger, tensor: torch.Tensor, peer: int, address: MessageKey, tag: int) -> None:
+        nonlocal most
+        post_send(mail, tensor, peer, address, tag)
+        most = max(most, len(mail._sent))
+
+    model = wrapped(net(), pp=dist.get_world_size(), schedule=schedule)
+    for _ in range(2):
+        most = 0  # the first step sends headers, too
+        with mock.patch.object(Messenger, "_post_send", sends):
+            model.train_step(batch(16), targets(16), loss_fn, num_microbatches=num_microbatches)
+        model.zero_grad()
+    return most
+
+
+def kept_by_few_and_by_many() -> None:
+    for schedule in ("1f1b", "interleaved", "zb-h1"):
+        few, many = (most_kept(count, schedule) for count in (4, 16))
+        assert many <= few + 1, (schedule, few, many)
+
+
+def test_what_has_arrived_is_let_go_of() -> None:
+    """Gloo tells of no send that it is over: all messages of a step were kept to its end."""
+    distributed.run(2, kept_by_few_and_by_many, timeout=120)

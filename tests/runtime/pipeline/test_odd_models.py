@@ -211,6 +211,23 @@ def what_is_set_later() -> None:
     assert len(seen) == PARTS
 
 
+def counted_once() -> None:
+    for schedule in ("interleaved", "zb-v"):
+        model = wrapped(made("sum"), schedule=schedule)
+        for step in (1, 2):
+            model.train_step(*data(), loss_fn)
+            model.zero_grad()
+            assert model.calls == step * PARTS, (schedule, model.calls)
+        model.calls = 100  # what a user sets all stages of a rank go on from
+        model.eval_step(*data(), loss_fn)
+        assert model.calls == 100 + PARTS, (schedule, model.calls)
+
+
+def test_two_stages_of_a_rank_count_a_forward_once() -> None:
+    """The second went on from what the first had counted."""
+    distributed.run(2, counted_once)
+
+
 def test_containers_see_what_is_set_or_hooked_after_wrapping() -> None:
     distributed.run(2, what_is_set_later)
 

@@ -140,3 +140,30 @@ def penalises_few_rows() -> None:
 def test_gradients_of_fewer_rows_than_ranks_are_added_to_their_shards() -> None:
     """torch gives each rank all of such a gradient, and FSDP2 added a shard to it: the last rank crashed."""
     run(4, penalises_few_rows)
+
+
+def steps_by_what_is_kept(mode: Mode) -> None:
+    model = wrapped(mode)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = [whole(parameter.detach()).clone() for parameter in model.parameters()]
+    with model.no_sync():
+        model(batch_of(0, dist.get_rank())).square().mean().backward()
+        with pytest.raises(RuntimeError, match=r"SGD steps, and the gradients of its \d parameters are kept"):
+            optimizer.step()
+    for parameter, value in zip(model.parameters(), before, strict=True):
+        assert torch.equal(whole(parameter.detach()), value)
+
+    def closure() -> torch.Tensor:
+        loss = model(batch_of(1, dist.get_rank())).square().mean()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    for parameter, value in zip(model.parameters(), before, strict=True):
+        assert not torch.equal(whole(parameter.detach()), value)
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_an_optimizer_does_not_step_by_gradients_that_are_kept(mode: Mode) -> None:
+    """It stepped by marks of 1e-30: a training inside of no_sync(), right under DDP, trained nothing."""
+    run(2, steps_by_what_is_kept, mode)
