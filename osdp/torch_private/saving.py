@@ -37,6 +37,11 @@ def make_states(optimizer: torch.optim.Optimizer) -> None:
     _init_optim_state(optimizer)
 
 
+def put_at(root: dict[str, Any], path: tuple[str | int, ...], value: Any) -> None:
+    """Put ``value`` into dicts and lists where torch has taken it from."""
+    set_element(root, path, value)
+
+
 def put_entry(planner: DefaultLoadPlanner, item: ReadItem, value: Any) -> None:
     """Give what is no tensor to the state dict that ``planner`` loads, as its own ``load_bytes`` does."""
     name = item.dest_index.fqn

@@ -87,7 +87,10 @@ class NewCheckpoint:
         self.writer = CheckpointWriter(self.path, token, ranks)
 
     def _prepare(self, probe: Path) -> None:
+        made = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
         self.path.mkdir(parents=True, exist_ok=True)
+        for folder in made:
+            sync(folder.parent)  # older steps are removed once this one is published
         try:
             contents = CheckpointContents.read(self.path)
             self._old = {*stored_files(contents.metadata.storage_data.values()), *(contents.files or ())}

@@ -20,13 +20,14 @@ import numpy as np
 import torch
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from osdp.comm.objects import gather_objects
 from osdp.runtime.checkpoint.match import prefixes_of
 from osdp.runtime.checkpoint.restricted import read_plain
 from osdp.runtime.ranks.shared_faults import raise_together
-from osdp.torch_private.saving import make_states
+from osdp.torch_private.saving import make_states, put_at, stored_names
 
 _STATE = "state."
 _OPTIONS = "param_groups."
@@ -151,10 +152,11 @@ class SavedOptimizers:
     def completed(self, read: Mapping[str, Any]) -> dict[str, Any]:
         """What was read, with options and all that the checkpoint does not have, as torch wants it."""
         stays = {name: self.held[name] for name in (*self.added, *self.unstepped)}
+        # Of an empty dict there is no entry.
         options = {
-            name: _as_held(self.options[name], value)
+            name: _as_held(self.options[name], value) if name in self.options else value
             for name, value in self.held.items()
-            if name in self.options
+            if self.options and name.startswith(_OPTIONS)
         }
         return {**stays, **read, **options}
 
@@ -183,17 +185,18 @@ class SavedOptimizers:
 
 def read_options(folder: Path, metadata: Metadata) -> dict[str, Any]:
     """The options in groups as ``param_groups.<parameter>.lr``, for each parameter; every rank calls it."""
-    groups: dict[str, Group] = {}
+    # Of an option that is a dict, each value is an entry.
+    read: dict[str, Any] = {}
     found: dict[str, Any] = {}
     fault: Exception | None = None
     try:
+        paths = metadata.planner_data or {}
         for stored in metadata.state_dict_metadata:
             if stored.startswith(_STORED):
-                number, _, option = stored.removeprefix(_STORED).partition(".")
-                groups.setdefault(number, {})[option] = read_plain(folder, metadata, stored)
+                put_at(read, paths[stored], read_plain(folder, metadata, stored))
         found = {
             f"{_OPTIONS}{name}.{option}": value
-            for group in groups.values()
+            for group in read["optimizer"]["param_groups"]
             for name in group["params"]
             for option, value in group.items()
             if option != "params"
@@ -229,7 +232,12 @@ def mixed_options(optimizer: Optimizer, names: Mapping[int, str], options: Mappi
 
 
 def _as_held(value: Any, held: Any) -> Any:
-    """An option that was read, as a tensor where the optimizer holds one."""
+    """An option that was read, as a tensor where the optimizer holds one, and under keys like its own."""
+    if isinstance(held, dict) and isinstance(value, dict):
+        own = {str(key): key for key in held}  # torch makes words of them
+        return {
+            own.get(key, key): _as_held(inner, held.get(own.get(key, key))) for key, inner in value.items()
+        }
     if isinstance(held, (list, tuple)) and _has_tensor(held):
         return type(held)(_as_held(own, inner) for own, inner in zip(value, held, strict=True))
     return torch.full_like(held, value) if isinstance(held, torch.Tensor) else value
@@ -369,6 +377,50 @@ def without_empty_groups(optimizers: Sequence[Optimizer]) -> Iterator[list[Optim
             optimizer.param_groups.insert(place, group)
 
 
+@contextmanager
+def as_made(
+    optimizers: Iterable[Optimizer], names: Mapping[int, str], read: Mapping[str, Any]
+) -> Iterator[None]:
+    """Inside, states are loaded; those that there were keep the dtypes and keys that they were made with.
+
+    torch rounds all states to the dtype of their parameter, and makes words of the keys of dicts. Optimizers
+    that load in a way of their own are left to it.
+
+    Args:
+        optimizers: The optimizers.
+        names: Names of their parameters, by id.
+        read: What is loaded, flat.
+    """
+    made = [
+        (optimizer, parameter, dict(states))
+        for optimizer in optimizers
+        if type(optimizer).load_state_dict is Optimizer.load_state_dict
+        for parameter, states in optimizer.state.items()
+        if id(parameter) in names and isinstance(states, dict)
+    ]
+    yield
+    for optimizer, parameter, states in made:
+        loaded = optimizer.state.get(parameter, {})
+        for key in loaded.keys() & states.keys() - {"step"}:
+            name = f"{_STATE}{names[id(parameter)]}.{key}"
+            loaded[key] = _as_made(loaded[key], states[key], read, name)
+
+
+def _as_made(loaded: Any, own: Any, read: Mapping[str, Any], name: str) -> Any:
+    if isinstance(own, dict) and isinstance(loaded, dict):
+        words = {str(key): key for key in own}
+        return {
+            words.get(key, key): _as_made(value, own.get(words.get(key, key)), read, f"{name}.{key}")
+            for key, value in loaded.items()
+        }
+    found = read.get(name)
+    if not (isinstance(loaded, torch.Tensor) and isinstance(own, torch.Tensor)):
+        return loaded
+    if not isinstance(found, torch.Tensor):
+        return loaded
+    return found.to(loaded.device) if loaded.dtype != own.dtype == found.dtype else loaded
+
+
 def refuse_others(model: nn.Module, optimizers: Iterable[Optimizer]) -> None:
     """Raise for an optimizer of parameters that are not the model's, which have no name in a checkpoint."""
     known = {id(parameter) for parameter in model.parameters()}
@@ -379,6 +431,47 @@ def refuse_others(model: nn.Module, optimizers: Iterable[Optimizer]) -> None:
             f"{tuple(others[0].shape)}: register them in the model before it is wrapped, or step them by an "
             "optimizer of their own, whose state_dict() is kept by extra="
         )
+
+
+def refuse_states(model: nn.Module, optimizers: Iterable[Optimizer]) -> None:
+    """Raise for states that a checkpoint has no place for, or of which it would have one rank's alone.
+
+    A plain tensor is taken for the same on all ranks.
+    """
+    names = {id(parameter): name for name, parameter in stored_names(model).items()}
+    faults = [fault for optimizer in optimizers for fault in _state_faults(optimizer, names)]
+    if faults:
+        more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
+        raise ValueError(
+            f"{faults[0]}{more}: what belongs to a sharded parameter is kept like it "
+            "(torch.zeros_like(parameter)), as tensors, numbers, or dicts of them; all else by extra="
+        )
+
+
+def _state_faults(optimizer: Optimizer, names: Mapping[int, str]) -> Iterator[str]:
+    kind, own = type(optimizer).__name__, {id(parameter) for parameter in _parameters(optimizer)}
+    for parameter, state in optimizer.state.items():
+        if id(parameter) not in own:
+            key = repr(parameter) if isinstance(parameter, str) else f"a {type(parameter).__name__}"
+            yield f"{kind} keeps states of {key}, which is none of its parameters"
+            continue
+        for key, value in state.items() if isinstance(state, dict) else ():
+            name = f"{key} of {names.get(id(parameter), 'a parameter')}, which {kind} keeps,"
+            if not isinstance(value, (torch.Tensor, int, float, dict)):
+                yield f"{name} is a {type(value).__name__}"
+            elif isinstance(value, torch.Tensor) and _is_part(value, parameter):
+                yield (
+                    f"{name} is a plain tensor of this rank's part, {tuple(value.shape)} of "
+                    f"{tuple(parameter.shape)}"
+                )
+
+
+def _is_part(value: torch.Tensor, parameter: Any) -> bool:
+    """Whether a plain ``value`` has the shape of this rank's part of a sharded ``parameter``."""
+    if isinstance(value, DTensor) or not isinstance(parameter, DTensor):
+        return False
+    part = parameter.to_local().shape
+    return part != parameter.shape and value.shape == part and value.numel() > 1
 
 
 def unstepped_states(flat: Iterable[str], names: Collection[str], metadata: Metadata) -> dict[str, str]:

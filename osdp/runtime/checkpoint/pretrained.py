@@ -44,6 +44,7 @@ from osdp.runtime.checkpoint.safetensors_files import (
 )
 from osdp.runtime.checkpoint.steps import url_fault
 from osdp.runtime.ranks.shared_faults import raise_together
+from osdp.runtime.stages import StageLinks
 from osdp.torch_private.saving import in_one_process
 
 #: Bytes of an exported file, as transformers has it.
@@ -81,6 +82,13 @@ def save_pretrained(model: nn.Module, folder: str | Path) -> None:
     state = in_one_block(dict(get_model_state_dict(model)))
     fault: Exception | None = None
     if hasattr(module, "peft_config"):
+        plan = getattr(model, "plan", None)
+        if plan is not None and plan.pp > 1:
+            raise ValueError(
+                f"adapters of a model in {plan.pp} stages are not written: rank 0, where PEFT writes them, "
+                "has those of one stage. Load osdp.runtime.checkpoint.whole_state_dict(model), which rank 0 "
+                "gets, into the plain model there, and save that"
+            )
         _save_adapters(module, state, path)
         return
     state = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
@@ -176,6 +184,10 @@ def load_pretrained(model: nn.Module, folder: str | Path) -> None:
             f"{path} was not loaded, and some of the model may be overwritten: {describe_failures(error)}"
         ) from error
     set_model_state_dict(model, in_blocks_of(model, state), options=StateDictOptions(strict=False))
+    # A copy in another stage is there under its owner's name.
+    links: StageLinks = getattr(model, "stage_links", StageLinks())
+    for tied in links.tied:
+        tied.start_equal()
 
 
 class _OnlyFiles(FileSystem):

@@ -51,10 +51,12 @@ from osdp.runtime.checkpoint.match import laid_out_as_saved, require_same, with_
 from osdp.runtime.checkpoint.optimizers import (
     SavedOptimizers,
     all_initialised,
+    as_made,
     as_they_are,
     in_groups,
     plain_option,
     refuse_others,
+    refuse_states,
     thawed,
     without_empty_groups,
     without_options,
@@ -119,6 +121,7 @@ def train_state(model: nn.Module, optimizer: Optimizers) -> State:
     """
     _adopted(optimizer)
     refuse_others(model, _each(optimizer))
+    refuse_states(model, _each(optimizer))
     with without_empty_groups(_each(optimizer)) as stepping:
         if stepping:
             of_model, of_optimizer = get_state_dict(model, stepping, options=_FLAT)
@@ -139,13 +142,10 @@ def set_train_state(model: nn.Module, optimizer: Optimizers, state: State) -> No
         if not stepping:
             set_model_state_dict(model, of_model)
             return
-        set_state_dict(
-            model,
-            stepping,
-            model_state_dict=of_model,
-            optim_state_dict=in_blocks_of(model, of_optimizer, prefix="state."),
-            options=_FLAT,
-        )
+        read = in_blocks_of(model, of_optimizer, prefix="state.")
+        names = {id(parameter): name for name, parameter in stored_names(model).items()}
+        with as_made(stepping, names, read):
+            set_state_dict(model, stepping, model_state_dict=of_model, optim_state_dict=read, options=_FLAT)
 
 
 def _renamed(flat: State, names: Mapping[str, str]) -> State:

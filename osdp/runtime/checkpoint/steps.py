@@ -8,6 +8,7 @@ from pathlib import Path
 
 from osdp.comm.objects import is_first, on_first_rank
 from osdp.runtime.checkpoint.contents import METADATA, OWN_FILE
+from osdp.runtime.checkpoint.optimizers import plain_option
 from osdp.runtime.ranks.shared_faults import raise_together
 
 logger = logging.getLogger(__name__)
@@ -26,6 +27,7 @@ def step_folder(path: str | Path, step: int | None, keep_last: int | None) -> Pa
     """
     if keep_last is None:
         return Path(path)
+    step = plain_option(step)
     if keep_last < 1 or not isinstance(step, int) or step < 0:
         raise ValueError(
             f"keep_last={keep_last} keeps checkpoints by step: pass step=, a whole number from 0, got {step}"
@@ -101,10 +103,13 @@ def remove_older_steps(path: str | Path, keep_last: int | None) -> None:
 
 
 def _is_own(folder: Path) -> bool:
-    """Whether a folder is, or was to be, a checkpoint; what a link leads to is somebody's own."""
+    """Whether a folder is, or was to be, a checkpoint that ``save`` wrote.
+
+    Other programs call theirs alike (torchtitan: ``step-100``); what a link leads to is somebody's own.
+    """
     if folder.is_symlink() or not folder.is_dir():
         return False
-    return is_checkpoint(folder) or any(OWN_FILE.fullmatch(entry.name) for entry in folder.iterdir())
+    return any(OWN_FILE.fullmatch(entry.name) for entry in folder.iterdir())
 
 
 def is_checkpoint(folder: Path) -> bool:

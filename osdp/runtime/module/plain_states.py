@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from osdp.comm.objects import gather_objects
 from osdp.comm.shards import part_of
 from osdp.plan.plan import Tie
-from osdp.torch_private.dtensor import blocks_of_shard, sharded_dim, wrap_like
+from osdp.torch_private.dtensor import blocks_of_shard, data_pointer, sharded_dim, wrap_like
 
 
 def accept_plain_states(model: nn.Module) -> None:
@@ -31,14 +31,27 @@ def _lay_out(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any
     # The mapping is torch's own copy, for this module and those below.
     for name, parameter in module._parameters.items():
         value = state_dict.get(prefix + name)
-        if value is parameter and isinstance(value, DTensor) and blocks_of_shard(value.placements[-1]) > 1:
+        if isinstance(value, DTensor) and _is_cut_by_torch(parameter, value):
             raise RuntimeError(
                 f"{prefix + name} consists of {blocks_of_shard(value.placements[-1])} blocks, of which "
-                "tensor-parallel ranks hold a part each; torch's set_model_state_dict has cut it as one. "
-                "Load whole tensors by model.load_state_dict or osdp.runtime.checkpoint.load_whole_state_dict"
+                "tensor-parallel ranks hold a part each; torch's set_model_state_dict, or its dcp.load, has "
+                "cut it as one. Load whole tensors by model.load_state_dict or "
+                "osdp.runtime.checkpoint.load_whole_state_dict, and checkpoints by "
+                "osdp.runtime.checkpoint.load"
             )
         if parameter is not None and isinstance(value, torch.Tensor) and value.shape == parameter.shape:
             state_dict[prefix + name] = laid_out_like(parameter, value)
+
+
+def _is_cut_by_torch(parameter: Any, value: DTensor) -> bool:
+    """Whether torch's own functions have written into the memory of ``parameter``, which is in blocks.
+
+    They take each rank's part for one contiguous piece.
+    """
+    if value is parameter or not isinstance(parameter, DTensor):
+        return value is parameter and blocks_of_shard(value.placements[-1]) > 1
+    in_place = value.to_local().numel() > 0 and data_pointer(value) == data_pointer(parameter)
+    return in_place and blocks_of_shard(value.placements[-1]) > 1
 
 
 def laid_out_like(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

@@ -400,3 +400,20 @@ def save_before_training(path: str) -> None:
 def test_a_save_before_the_first_step_counts_as_no_step(tmp_path: Path) -> None:
     # Torch runs a step of the optimizer to see its states: Adam's corrections began with the second one.
     run(2, save_before_training, str(tmp_path / "zero"))
+
+
+def test_the_folder_of_a_step_is_on_disk_before_older_ones_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # After a power failure the folder that was kept might have no name, and the older ones were gone.
+    synced: set[str] = set()
+    sync = os.fsync
+
+    def noting(descriptor: int) -> None:
+        sync(descriptor)
+        synced.add(os.readlink(f"/proc/self/fd/{descriptor}"))
+
+    monkeypatch.setattr(os, "fsync", noting)
+    checkpoint.save(tmp_path / "run", nn.Linear(2, 2), step=1, keep_last=1)
+    folder = tmp_path.resolve()
+    assert {str(folder), str(folder / "run"), str(folder / "run" / "step-00000001")} <= synced

@@ -8,17 +8,20 @@ from pathlib import Path
 from threading import Event
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed.checkpoint import state_dict_saver
 
 from osdp.errors import AlteredCheckpointError
 from osdp.runtime import checkpoint
 from osdp.runtime.checkpoint import pretrained, save_load
 from osdp.runtime.checkpoint.folder import CheckpointWriter
 from osdp.runtime.checkpoint.safetensors_files import INDEX
+from osdp.torch_private.saving import in_one_process
 from tests.helpers.distributed import run
 from tests.runtime.checkpoint.test_folder import trained
 
@@ -234,3 +237,20 @@ def test_a_file_that_the_index_names_is_missed(in_two_files: Path) -> None:
 def test_a_plain_model_without_memory_is_refused(in_two_files: Path) -> None:
     with pytest.raises(ValueError, match="are on meta, where nothing can be loaded"):
         checkpoint.load_pretrained(nn.Sequential(nn.Linear(4, 4, device="meta")), in_two_files)
+
+
+def test_checkpoints_of_other_programs_are_kept(tmp_path: Path) -> None:
+    """torchtitan calls its folders alike: they were removed with the older ones."""
+    model = nn.Linear(2, 2)
+    with in_one_process():
+        state_dict_saver.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "step-100")
+    for step in (200, 300):
+        checkpoint.save(tmp_path, model, step=step, keep_last=1)
+    assert sorted(os.listdir(tmp_path)) == ["step-00000300", "step-100"]
+    checkpoint.load(tmp_path / "step-100", model)
+
+
+def test_a_step_may_be_a_number_of_numpy(tmp_path: Path) -> None:
+    """It was refused where several are kept, as no whole number."""
+    checkpoint.save(tmp_path, nn.Linear(2, 2), step=np.int64(7), keep_last=1)  # type: ignore[arg-type]
+    assert checkpoint.load(tmp_path, nn.Linear(2, 2)).step == 7

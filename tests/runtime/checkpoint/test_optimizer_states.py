@@ -10,11 +10,13 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
 from osdp.runtime import checkpoint
 from tests.helpers.distributed import run
+from tests.helpers.nets import loss_of, tokens
 from tests.runtime.checkpoint.test_folder import make, trained, values
 
 Make = Callable[[nn.Module], Optimizer]
@@ -315,3 +317,110 @@ def test_an_output_layer_that_is_tied_no_more_is_saved(tmp_path: Path) -> None:
     nn.init.zeros_(model.lm_head.weight)
     checkpoint.load_pretrained(model, tmp_path / "weights")
     assert torch.equal(model.lm_head.weight, want)
+
+
+@pytest.mark.parametrize("is_default", [False, True])
+def test_options_that_are_dicts_come_back(tmp_path: Path, is_default: bool) -> None:
+    """They were saved, and loads were told that the checkpoint lacked them; an empty one was a KeyError."""
+
+    def made(warmup: int) -> tuple[nn.Module, Optimizer]:
+        model, optimizer = model_and(adam, 0)
+        for name, value in (("tuning", {"warmup": warmup, "by_dim": {1: [0.5]}}), ("more", {})):
+            optimizer.param_groups[0][name] = value
+            if is_default:
+                optimizer.defaults[name] = value
+        return model, optimizer
+
+    model, optimizer = made(3)
+    step(model, optimizer)
+    checkpoint.save(tmp_path / "run", model, optimizer)
+    other, fresh = made(0)
+    checkpoint.load(tmp_path / "run", other, fresh)
+    assert fresh.param_groups[0]["tuning"] == {"warmup": 3, "by_dim": {1: [0.5]}}
+    assert fresh.param_groups[0]["more"] == {} and same(optimizer, fresh)
+    other, fresh = model_and(adam, 0)
+    checkpoint.load(tmp_path / "run", other, fresh)
+    assert fresh.param_groups[0]["tuning"]["warmup"] == 3
+
+
+class WithMasters(Optimizer):
+    """Weights in float32 beside those in bfloat16, and numbers by dim."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            state = self.state[parameter]
+            if not state:
+                state["master"] = parameter.detach().float()
+                state["count"] = torch.zeros(2, dtype=torch.int64)
+                state["norms"] = {0: torch.zeros(1), 1: torch.zeros(1)}
+            state["count"] += 257  # bfloat16 has 256 and 258
+            state["norms"][1] += 1 / 3
+            state["master"].sub_(parameter.grad.float(), alpha=self.param_groups[0]["lr"] / 7)
+            parameter.copy_(state["master"])
+
+
+@pytest.mark.parametrize("kind", [WithMasters, torch.optim.NAdam])
+def test_states_keep_the_dtypes_and_keys_that_they_were_made_with(tmp_path: Path, kind: Any) -> None:
+    """torch rounds them to their parameter's: masters in float32 were bfloat16 after each restart."""
+
+    def made(steps: int) -> tuple[nn.Module, Optimizer]:
+        torch.manual_seed(3)
+        model = WithUnused().bfloat16()
+        optimizer: Optimizer = kind(model.parameters())
+        for _ in range(steps):
+            optimizer.zero_grad()
+            model(torch.ones(3, 2, dtype=torch.bfloat16)).square().sum().backward()
+            optimizer.step()
+        return model, optimizer
+
+    model, optimizer = made(3)
+    checkpoint.save(tmp_path / "run", model, optimizer)
+    other, fresh = made(0)
+    checkpoint.load(tmp_path / "run", other, fresh)
+    assert same(optimizer, fresh)
+
+
+class OnParts(Optimizer):
+    """Steps local tensors, and keeps plain ones."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            own, grad = (t.to_local() if isinstance(t, DTensor) else t for t in (parameter, parameter.grad))
+            mean = self.state[parameter].setdefault("mean", torch.zeros_like(own))
+            own.sub_(mean.lerp_(grad, 0.1), alpha=0.1)
+
+
+def steps_parts(folder: str) -> None:
+    model, _ = make()
+    optimizer = OnParts(model.parameters())
+    loss_of(model(tokens(0, 2, 6)), tokens(0, 2, 6)).backward()
+    optimizer.step()
+    for save in (checkpoint.save, checkpoint.save_async):
+        with pytest.raises(
+            ValueError, match=r"mean of \S+, which OnParts keeps, is a plain tensor of this ra"
+        ):
+            save(folder, model, optimizer)
+    assert not Path(folder).exists()
+
+
+def test_plain_states_of_parts_are_refused(tmp_path: Path) -> None:
+    """One rank's were kept, and all ranks went on with these."""
+    run(2, steps_parts, str(tmp_path / "run"))
+
+
+@pytest.mark.parametrize(("key", "words"), [("a", "'a', which is none of its"), (None, "keeps, is a tuple")])
+def test_states_without_a_place_are_named(tmp_path: Path, key: Any, words: str) -> None:
+    """It was a KeyError, or what torch's functions say inside."""
+    model, optimizer = model_and(adam, 1)
+    state: Any = optimizer.state
+    state[key or model.used.weight]["more"] = (1, 2)
+    with pytest.raises(ValueError, match=words):
+        checkpoint.save(tmp_path / "run", model, optimizer)
