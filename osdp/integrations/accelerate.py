@@ -221,7 +221,8 @@ class OSDPAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no t
                 raise ValueError(
                     f"a model under a plan is saved with its optimizers, and {len(mine)} optimizers have "
                     f"parameters of it{' in common' * (len(mine) > 1)}: prepare the model with one optimizer "
-                    "of all its parameters, or several of some each"
+                    "of all its parameters, or several of some each; or freeze it by requires_grad_(False), "
+                    "if it is not trained"
                 )
             found.append((model, mine))
         return found

@@ -6,7 +6,7 @@ DTensors, of which a replicated plan has none, and so refuses to save or load it
 
 import io
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -65,8 +65,14 @@ class OSDPStrategy(TrainerStrategy):
         """Make the mesh, over all ranks.
 
         Raises:
-            ValueError: A callback averages weights in a copy of the module.
+            ValueError: A callback averages weights in a copy of the module, or ``sync_batchnorm`` is set.
         """
+        if self._layer_sync is not None:
+            raise ValueError(
+                "sync_batchnorm=True converts layers when a strategy is set up, and by then they are under a "
+                "plan: leave it out, and convert the plain model in configure_model, before wrapping, by "
+                "nn.SyncBatchNorm.convert_sync_batchnorm(model)"
+            )
         assert self.lightning_module is not None  # it is connected before
         trainer: Any = self.lightning_module.trainer  # its stubs leave out the callbacks
         for callback in trainer.callbacks:
@@ -90,14 +96,9 @@ class OSDPStrategy(TrainerStrategy):
             _check_wrapped(self._lightning_model, self.num_nodes * self.num_processes)
         super().setup(trainer)
 
-    @contextmanager
-    def block_backward_sync(self) -> Iterator[None]:
+    def block_backward_sync(self) -> Any:
         """Inside, gradients are kept, for the last microbatch of a step to reduce, if that was planned."""
-        with ExitStack() as kept:
-            for model in _wrapped_in(self._lightning_model):
-                if not model.plan.reduce_each_microbatch:
-                    kept.enter_context(model.no_sync())
-            yield
+        return _keeping_gradients(self._lightning_model)
 
     def optimizer_step(
         self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **options: Any
@@ -188,6 +189,7 @@ class OSDPFabricStrategy(FabricStrategy):
             tensor_parallel_size=1,
             **options,
         )
+        self._backward_sync_control = _BackwardSync()  # type: ignore[assignment]  # it only is called
 
     def setup_environment(self) -> None:
         """Make the mesh, over all ranks."""
@@ -292,6 +294,24 @@ def _check_options(options: Mapping[str, Any]) -> None:
 
 def _wrapped_in(module: nn.Module) -> list[OSDP]:
     return [part for part in module.modules() if isinstance(part, OSDP)]
+
+
+@contextmanager
+def _keeping_gradients(module: nn.Module) -> Iterator[None]:
+    """Inside, gradients are kept, for the last microbatch of a step to reduce, if that was planned."""
+    with ExitStack() as kept:
+        for model in _wrapped_in(module):
+            if not model.plan.reduce_each_microbatch:
+                kept.enter_context(model.no_sync())
+        yield
+
+
+class _BackwardSync:
+    """Fabric's ``no_backward_sync``; Lightning's own leaves reductions off behind the last microbatch."""
+
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
+        """Inside, gradients are kept if ``enabled``, and if that was planned."""
+        return _keeping_gradients(module) if enabled else nullcontext()
 
 
 def _check_wrapped(module: nn.Module, num_processes: int) -> None:

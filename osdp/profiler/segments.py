@@ -209,7 +209,7 @@ def _measure_seconds(
 ) -> list["_Runs"]:
     """Runs of each model, in turns. The models share their weights."""
     clock = Clock(target)
-    swept = torch.ones(SWEPT_BYTES // 4, device=target)
+    swept = torch.ones(SWEPT_BYTES // 4, dtype=torch.float32, device=target)
     runs = [_Runs(model, clock, lambda: swept.mul_(1.0)) for model in models]
     for turn in range(_WARMUP + _MOST_TIMES * repeats):
         if turn >= _WARMUP + repeats and all(each.spread <= UNSTABLE for each in runs):

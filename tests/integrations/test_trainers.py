@@ -22,11 +22,13 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 from benchmarks.support.trainers.problem import STEPS, Sentences, plain_model, planned
 from benchmarks.support.trainers.runs import TRAINERS, train
 from benchmarks.trainers import compare
+from osdp import OSDP, ModelDesc, Training
 from osdp.integrations.accelerate import OSDPAccelerator, follow_reductions
 from osdp.integrations.data_parallel import require_data_parallel
 from osdp.integrations.huggingface.trainer import OSDPTrainer
 from osdp.integrations.lightning import OSDPFabricStrategy, OSDPStrategy
 from osdp.runtime.checkpoint import save_pretrained, summarize, whole_state_dict
+from tests.habits.running.plans import plan_of
 from tests.helpers.distributed import run
 from tests.helpers.torchrun import as_under_torchrun
 
@@ -75,6 +77,7 @@ def evaluated_and_exported(folder: str) -> dict[str, Any]:
     tokens = trainer.model.generate(prompt, max_new_tokens=4, do_sample=False, synced_gpus=True)
     assert torch.equal(model.generate(input_ids=prompt, max_new_tokens=4, do_sample=False), tokens)
     trainer.save_model(f"{folder}/exported")
+    trainer.model.save_pretrained(f"{folder}/inside")
     best = min(losses)
     return {
         "losses": losses,
@@ -93,6 +96,9 @@ def test_the_trainer_evaluates_generates_and_exports(tmp_path: Path) -> None:
     assert torch.equal(first["tokens"], answers[1]["tokens"])
     assert 1 <= len(first["left"]) <= 2  # the best, and the last
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
+    # Where anything was sharded rank 0 raised, and the others waited for it.
+    inside = AutoModelForCausalLM.from_pretrained(tmp_path / "inside").state_dict()
+    assert all(torch.equal(value, inside[name]) for name, value in plain.state_dict().items())
     assert type(plain).__name__ == "LlamaForCausalLM" and plain.config.tie_word_embeddings
     state = plain.state_dict()
     assert all(torch.equal(value, state[name]) for name, value in first["state"].items())
@@ -417,6 +423,10 @@ def trained_outside(folder: str) -> None:
         lightning_trainer(folder, enable_checkpointing=False, callbacks=[averaging]).fit(
             Planned(), few_sentences()
         )
+    with pytest.raises(ValueError, match=r"sync_batchnorm=True converts layers .* before wrapping"):
+        lightning_trainer(folder, enable_checkpointing=False, sync_batchnorm=True).fit(
+            Planned(), few_sentences()
+        )
     with pytest.raises(ValueError, match="=False: checkpoints are saved by shards"):
         OSDPStrategy(save_distributed_checkpoint=False)
     fabric = lightning.Fabric(
@@ -488,6 +498,10 @@ def clipped(_folder: str) -> None:
         unwrapped.save_pretrained(saved, state_dict=whole, **options)
     unwrapped.save_pretrained(saved, **options)
     assert list(Path(saved).glob("model*.safetensors"))
+    alone = OSDPAccelerator(cpu=True)
+    alone.prepare_model(model, evaluation_mode=True)
+    with pytest.raises(ValueError, match=r"0 optimizers .* or freeze it by requires_grad_\(False\)"):
+        alone.save_state(f"{_folder}/teacher")
     model.requires_grad_(False)
     frozen = OSDPAccelerator(cpu=True)
     frozen.prepare(model)
@@ -613,3 +627,47 @@ def processes_counted() -> None:
 def test_a_trainer_and_its_plan_have_the_same_ranks() -> None:
     """Without ``use_cpu=True`` on CPUs each rank trained on all of the data."""
     run(2, processes_counted, fresh=True)
+
+
+@as_under_torchrun()
+def many_tokens_counted(folder: str) -> None:
+    plain = plain_model()
+    batch = {name: value[None] for name, value in Sentences()[dist.get_rank()].items()}
+    desc = ModelDesc.from_module(plain, batch)
+    training = Training(local_batch=1, param_dtype="float16")
+    model = OSDP(plain, plan=plan_of("mixed", desc, training, dist.get_world_size()))
+    trainer = OSDPTrainer(model=model, args=arguments_of(folder))
+    labels = torch.zeros(1, 70002, dtype=torch.long)
+    count = trainer._get_num_items_in_batch([{"labels": labels}], trainer.args.device)
+    assert int(count) == 140002
+    with torch.no_grad():
+        loss = trainer.compute_loss(trainer.osdp, dict(batch), num_items_in_batch=count)
+        same = trainer.compute_loss(trainer.osdp, dict(batch), num_items_in_batch=140002)
+    assert 0 < float(loss) == float(same)
+
+
+def test_tokens_are_counted_exactly_whatever_the_model_computes_in(tmp_path: Path) -> None:
+    # It was cast to param_dtype: off in bfloat16, and infinite in float16, so that losses were 0.
+    run(2, many_tokens_counted, str(tmp_path), fresh=True)
+
+
+@as_under_torchrun()
+def accumulated_by_fabric() -> None:
+    strategy = OSDPFabricStrategy(lambda model, mesh: planned("mixed", model))
+    fabric = lightning.Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=strategy)
+    fabric.launch()
+    model: Any = fabric.setup(plain_model())
+    batch = {name: value[None] for name, value in Sentences()[dist.get_rank()].items()}
+    for is_last in (False, True):
+        with fabric.no_backward_sync(model, enabled=not is_last):
+            fabric.backward(model(**batch).loss)
+    assert all(model._forward_module._applied.sharded.syncs.values())
+    before = [parameter.grad.clone() for parameter in model.parameters()]
+    fabric.backward(model(**batch).loss)  # without the context
+    for parameter, earlier in zip(model.parameters(), before, strict=True):
+        assert not torch.equal(_local(parameter.grad), _local(earlier)) or not _local(earlier).numel()
+
+
+def test_fabric_reduces_again_behind_an_accumulation() -> None:
+    # Lightning's own context left reductions off behind the last microbatch.
+    run(2, accumulated_by_fabric, fresh=True)

@@ -78,6 +78,9 @@ class OSDPTrainer(Trainer):
         self.label_smoother = smoother
         # As of a module of FSDP2: generate() then goes on on all ranks until the last one is done.
         model.module.__dict__["_is_fsdp_managed_module"] = True
+        if hasattr(type(model.module), "save_pretrained"):
+            # trainer.model is the model inside, of whose weights its own would find parts.
+            model.module.__dict__["save_pretrained"] = partial(_save_inside, model)
 
     def _check_arguments(self) -> None:
         faults = []
@@ -124,6 +127,12 @@ class OSDPTrainer(Trainer):
         if not is_given:
             _join_equal_groups(optimizer)
         return optimizer
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
+        # An integer: floating-point inputs of the model are cast to param_dtype. Of bfloat16, 257 would be
+        # 256; of float16, more than 65504 would be infinite, and the loss divided by it zero.
+        count = super()._get_num_items_in_batch(batch_samples, device)
+        return count.long() if isinstance(count, torch.Tensor) else count
 
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
         return self._clip(self.args.max_grad_norm)
@@ -218,6 +227,15 @@ class OSDPTrainer(Trainer):
         found: Any = self.optimizer
         bare: torch.optim.Optimizer = getattr(found, "optimizer", found)
         return bare
+
+
+def _save_inside(model: OSDP, folder: str | Path, **options: Any) -> None:
+    """``save_pretrained`` of the model inside: the wrapper's, or its own with a ``state_dict`` given."""
+    if options.get("state_dict") is None:
+        model.save_pretrained(folder, **options)
+    else:
+        own: Any = type(model.module)
+        own.save_pretrained(model.module, folder, **options)
 
 
 def _undo_autocast(module: Any) -> None:

@@ -178,7 +178,8 @@ def _make_collective(
 ) -> Callable[[], object]:
     """The collective called ``name`` on a whole tensor of ``nbytes``."""
     part = max(nbytes // 4 // group.size(), 1)
-    whole, mine = torch.zeros(part * group.size(), device=device), torch.zeros(part, device=device)
+    whole = torch.zeros(part * group.size(), dtype=torch.float32, device=device)
+    mine = whole.new_zeros(part)
     if name == "all_reduce":
         return lambda: dist.all_reduce(whole, group=group)
     if name == "all_gather":

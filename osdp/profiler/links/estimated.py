@@ -91,7 +91,8 @@ def _time_links(group: dist.ProcessGroup, size: int, where: torch.device) -> tup
     seconds: dict[str, list[float]] = {}
     for nbytes in _SIZES:
         count = -(-nbytes // 4 // size) * size
-        whole, part = torch.zeros(count, device=where), torch.zeros(count // size, device=where)
+        whole = torch.zeros(count, dtype=torch.float32, device=where)
+        part = whole.new_zeros(count // size)
         runs: dict[str, Callable[[], object]] = {
             "all_gather": partial(all_gather, whole, part, group=group),
             "reduce_scatter": partial(reduce_scatter, part, whole, group=group),

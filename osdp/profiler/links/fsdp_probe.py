@@ -147,8 +147,9 @@ class Probe:
             fully_shard(module, mesh=mesh)
             set_route(module, route, grid)
         self._input = torch.zeros(1, device=device, requires_grad=True)
-        self._buckets = [torch.zeros(self.nbytes // 4, device=device) for _ in range(count)]
-        self._burst = torch.zeros(_BURST // 4, device=device)
+        sizes = [self.nbytes // 4] * count
+        self._buckets = [torch.zeros(size, dtype=torch.float32, device=device) for size in sizes]
+        self._burst = torch.zeros(_BURST // 4, dtype=torch.float32, device=device)
         self._refill = self._burst[: _REFILL // 4]
 
     def step(self) -> StepTimes:

@@ -45,7 +45,7 @@ class OverlapProbe:
         repeats: int = 11,
     ) -> None:
         self._group, self._device, self._timing, self._repeats = group, device, timing, repeats
-        self._bucket = torch.zeros(nbytes // 4, device=device)
+        self._bucket = torch.zeros(nbytes // 4, dtype=torch.float32, device=device)
 
     def overlap(self) -> float:
         """Measure the fraction of the all-reduce that longer compute hides.
@@ -76,7 +76,7 @@ class OverlapProbe:
             backward  | all-gather | compute | reduce-scatter |
         """
         compute, size = self._compute_lasting(1), dist.get_world_size(self._group)
-        shard = torch.zeros(max(1, self._bucket.numel() // size), device=self._device)
+        shard = self._bucket.new_zeros(max(1, self._bucket.numel() // size))
         whole = [torch.zeros_like(shard) for _ in range(size)]
 
         def backward() -> None:

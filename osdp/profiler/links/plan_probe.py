@@ -45,7 +45,7 @@ def measure_hooks(mesh: DeviceMesh, device: torch.device, timing: Timing) -> tup
 
     plain, toys = [toy(_FEW), toy(_MANY)], [toy(_FEW), toy(_MANY)]
     planned = [apply(model, _replicated(model, mesh.size()), mesh) for model in toys]
-    bucket = torch.zeros(_NBYTES // 4, device=device)
+    bucket = torch.zeros(_NBYTES // 4, dtype=torch.float32, device=device)
     gradients = [sum(1 for _ in model.parameters()) for model in plain]
 
     def seconds(run: Callable[[], object]) -> float:

@@ -47,7 +47,7 @@ def time_rounds(
     for run in runs:
         run()
     samples = [[time_run(run, device, group, clock) for run in runs] for _ in range(repeats)]
-    slowest = torch.tensor(samples, device=device)  # (repeats, len(runs))
+    slowest = torch.tensor(samples, dtype=torch.float64, device=device)  # (repeats, len(runs))
     dist.all_reduce(slowest, group=group, op=dist.ReduceOp.MAX)
     found: list[list[float]] = slowest.tolist()
     return found

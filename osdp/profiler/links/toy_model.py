@@ -25,7 +25,8 @@ class ComputeClock:
         self._device, self._clock = device, clock
         self._marks: list[tuple[Any, Any]] = []
         # On accelerators collectives overlap with compute, so its time could not be subtracted: no sweep.
-        self._swept = torch.ones(_SWEPT, device="cpu") if device.type == "cpu" else None
+        on_cpu = device.type == "cpu"
+        self._swept = torch.ones(_SWEPT, dtype=torch.float32, device="cpu") if on_cpu else None
 
     def sweep(self) -> None:
         """Evict the caches, as a unit's compute would."""
@@ -89,7 +90,9 @@ class ToyUnit(nn.Module):
         h = max(1, round((nbytes / blocks / 48) ** 0.5))
         matrices = ((3 * h, h), (h, h), (4 * h, h), (h, 4 * h))
         vectors = ((3 * h,), (4 * h,), *[(h,)] * 6)
-        make = (torch.zeros(shape, device=device) for shape in (*matrices, *vectors) * blocks)
+        # Whatever the default dtype is, which Lightning's "bf16-true" sets around configure_model.
+        shapes = (*matrices, *vectors) * blocks
+        make = (torch.zeros(shape, dtype=torch.float32, device=device) for shape in shapes)
         self.tensors = nn.ParameterList([nn.Parameter(tensor) for tensor in make])
         self._clock = clock
 

@@ -464,3 +464,17 @@ def test_each_process_measures_on_the_gpu_of_its_local_rank(
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
     monkeypatch.setattr(torch.cuda, "set_device", lambda index: current.__setitem__(0, index))
     assert collectives.resolve_where("cuda", None) == torch.device("cuda", expected)
+
+
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64], ids=str)
+def test_probes_send_the_same_bytes_whatever_the_default_dtype_is(default: torch.dtype) -> None:
+    """Lightning sets it around configure_model: all-reduces of half the bytes made links twice as fast."""
+    before, here = torch.get_default_dtype(), torch.device("cpu")
+    torch.set_default_dtype(default)
+    try:
+        unit = toy_model.ToyUnit(2**20, here, toy_model.ComputeClock(here, time.perf_counter))
+        probe = OverlapProbe(mock.Mock(), here, 2**20)
+    finally:
+        torch.set_default_dtype(before)
+    assert sum(parameter.nbytes for parameter in unit.parameters()) == pytest.approx(2**20, rel=0.02)
+    assert probe._bucket.nbytes == 2**20
