@@ -215,6 +215,12 @@ def _slice_faults(problem: ShardingProblem, unit: Unit, slices: Mapping[str, int
         return []
     operators = {operator.name: operator for operator in problem.timeline.chain}
     faults = [f"operator {name!r} cannot run in slices" for name in cut if operators[name].cut is None]
+    for name in cut:
+        spec = operators[name].cut
+        if spec is not None and spec.slices not in (0, slices[name]):
+            faults.append(
+                f"operator {name!r} was profiled in {spec.slices} slices; {slices[name]} need another memory"
+            )
     if len(unit.operators) > 1 or not unit.mode.sharded:
         faults.append(f"operator {cut[0]!r} runs in slices: it must be a sharded unit by itself")
     return faults

@@ -13,6 +13,7 @@ from osdp import DeviceInfo, Link, Training
 from osdp.cost.evaluate import evaluate
 from osdp.cost.sharding.timeline import LOOSE_BYTES
 from osdp.hardware.device_info import COLLECTIVES
+from osdp.plan.sharding import Mode, Unit
 from tests.helpers.settings import setting_of
 
 
@@ -287,3 +288,40 @@ def test_all_that_a_recomputed_block_is_given_is_held() -> None:
         predicted = evaluate(plan, setting.profile, device, plan.training, setting.model_desc).peak_bytes
         peak = setting.candidate(device, plan).memory(64).peak
         assert peak <= predicted <= 1.015 * peak, block
+
+
+class Tall(nn.Module):
+    """Many rows, so that what is computed takes more than what computes it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum of what the layers make."""
+        return self.down(self.up(x)).sum()
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_what_slices_add_up_is_counted(dtype: str | None) -> None:
+    """In 16 bits they add up an input's gradient in float32: three times what it takes in one piece."""
+    torch.set_num_threads(1)
+    width = 64
+
+    def batch(size: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
+        return {"x": torch.randn(size, width, generator=generator)}
+
+    case = Case("tall", lambda: Tall(width), batch, ())
+    training = Training(local_batch=4096, optimizer="SGD", param_dtype=dtype)
+    setting = setting_of(case, training)
+    device = replace(Ranks(1, 2, backend="fake").devices("cpu"), memory_limit=UNLIMITED)
+    plan = setting.plan(device, strategy="NO_SHARD")
+    decisions = tuple(
+        replace(each, mode=Mode.FULL_SHARD, slices=4, sliced_by="output") if each.operator == "down" else each
+        for each in plan.decisions
+    )
+    units = tuple(Unit(each.mode, (each.operator,), each.modules) for each in decisions)
+    plan = plan.with_sharding(decisions=decisions, units=units, optimal=False)
+    predicted = evaluate(plan, setting.profile, device, training, setting.model_desc).peak_bytes
+    peak = setting.candidate(device, plan).memory(2).peak
+    assert peak <= predicted <= 1.1 * peak

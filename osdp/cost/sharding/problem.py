@@ -1,5 +1,6 @@
 """Inputs of a step that do not depend on the sharding decisions, and the costs of the root unit."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -218,7 +219,12 @@ def build_problem(
         )
     return ShardingProblem(
         timeline=timeline,
-        costs=_operator_costs(timeline.chain, device, stepped, profile, model_bytes, owners),
+        costs=_with_rows(
+            _operator_costs(timeline.chain, device, stepped, profile, model_bytes, owners),
+            timeline.chain,
+            model_desc,
+            profile.local_batch,
+        ),
         settings=StepSettings(
             # On one device FSDP2 has no streams for its copies.
             blocking=device.blocking or device.world_size == 1,
@@ -243,6 +249,31 @@ def build_problem(
         plain_saving=len(dtypes) * (optimizer.per_dtensor - optimizer.per_tensor),
         matrix_temporary=temporary_bytes(operators, training, device.world_size),
     )
+
+
+def _with_rows(
+    costs: OperatorCosts, chain: Sequence[Operator], model_desc: ModelDesc, local_batch: int
+) -> OperatorCosts:
+    """The costs with the rows that each operator of the chain works on, as its slices do."""
+    scale = local_batch / model_desc.local_batch
+    rows = np.array([scale * _rows_of(operator, model_desc) for operator in chain], dtype=float)
+    return replace(costs, slices=replace(costs.slices, rows=rows))
+
+
+def _rows_of(operator: Operator, model_desc: ModelDesc) -> int:
+    """Rows of what an operator that can be cut makes of the described batch; 0 if it cannot."""
+    cut = operator.cut
+    if cut is None:
+        return 0
+    weight = next(parameter for parameter in operator.parameters if parameter.name == cut.weight)
+    width = weight.shape[1 - cut.dim] if cut.by == "rows" else weight.shape[cut.dim]
+    made = [
+        spec.shape
+        for segment in model_desc.segments[operator.first : operator.last + 1]
+        if operator.name in segment.operators
+        for spec in segment.outputs
+    ]
+    return max((math.prod(shape[:-1]) for shape in made if shape[-1:] == (width,)), default=0)
 
 
 def with_links(problem: ShardingProblem, device: DeviceInfo) -> ShardingProblem:

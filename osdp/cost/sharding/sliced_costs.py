@@ -25,6 +25,9 @@ from osdp.plan.shard_math import shard_numel
 if TYPE_CHECKING:
     from osdp.cost.sharding.units import UnitCosts
 
+#: Bytes of an element of the narrowest dtype in which products of slices are added up.
+_FLOAT32 = 4
+
 
 @dataclass(frozen=True, slots=True)
 class SlicedCosts:
@@ -38,6 +41,10 @@ class SlicedCosts:
         column: Bytes of one gathered column across the cut, in the dtype of compute; padded.
         reduce_column: The same, in the dtype of the reduction.
         bias_bucket: Gradient bucket of the bias.
+        features: Length of the dimension that is sharded.
+        element: Bytes of an element in the dtype of compute.
+        rows: Rows of the matrix that it multiplies, or number of rows that it looks up; 0 if not known.
+        looks_up: Whether it is a table whose rows are looked up.
         trains: Whether the weight is trainable.
         in_backward: Whether backward gathers the slices again, for a gradient of the input.
         in_profile: Whether it was profiled in slices, so that the gradient of a slice is already counted
@@ -54,6 +61,10 @@ class SlicedCosts:
     column: Floats
     reduce_column: Floats
     bias_bucket: Floats
+    features: Floats
+    element: Floats
+    rows: Floats
+    looks_up: Bools
     trains: Bools
     in_backward: Bools
     in_profile: Bools
@@ -84,6 +95,19 @@ class SlicedCosts:
         # Where the profile was taken in slices, a slice's gradient is already among the activations.
         made = np.where(self.in_profile[k], 0.0, whole)
         scattering = np.where(trains, made + reduced * (1 + share + reduce.by_exchange), 0.0)
+        # Beside it, if that was not profiled: what a slice adds to the output; in backward the sum of the
+        # input's gradient, which is in float32 at least, and what a slice adds to it (osdp.nn.functional).
+        told, element = ~self.in_profile[k], self.element[k]
+        inputs = told * self.rows[k] * self.features[k]
+        looks_up, narrow = self.looks_up[k], (element > 0) & (element < _FLOAT32)
+        added = element * np.where(looks_up, inputs, told * self.rows[k] * width)
+        # On CPUs torch widens the whole of a tensor that it adds to one in float32.
+        widened = 2 * _FLOAT32 if device.kind == "cpu" else _FLOAT32
+        summing = np.where(self.in_backward[k] & narrow, widened * inputs, 0.0)
+        summed = np.where(self.in_backward[k] & narrow, (_FLOAT32 - element) * inputs, 0.0)
+        # Of a table, the rows' gradients once more, before what they add up to is reduced.
+        looked_up = np.where(looks_up & trains, made + element * inputs, 0.0)
+        scattering = np.maximum(scattering + summed, looked_up)
         # 2. Bytes of slices alive at a time. The longer slices come first
         # (osdp.plan.shard_math.slice_bounds), the kept ones last.
         base, longer = np.divmod(self.size[k], count)
@@ -91,10 +115,10 @@ class SlicedCosts:
         kept = (num_kept * base + np.maximum(num_kept + longer - count, 0.0)) * self.column[k]
         # Beside a slice that is being gathered: this rank's shard of it, unless that is a part of it already.
         source = whole * (0.0 if device.holds_copies else share)
-        forward = np.maximum(whole + source, np.where(num_kept > 0, kept + source, 0.0))
+        forward = np.maximum(whole + source, np.where(num_kept > 0, kept + source, 0.0)) + added
         one = np.where(num_kept > 0, base * self.column[k], 0.0)
         regathered = np.where(self.in_backward[k] & (num_kept < count), whole + source, 0.0)
-        backward = np.maximum.reduce([regathered, kept, kept - one + scattering])
+        backward = np.maximum.reduce([regathered + summing, kept + summing, kept - one + scattering])
         # 3. Seconds of the collectives: one latency per slice.
         gather_seconds = count * gather.latency + self.size[k] * self.column[k] / gather.bandwidth
         again = self.size[k] * self.column[k] - kept
@@ -146,10 +170,13 @@ def cost_slices(operators: Sequence[Operator], *, world_size: int, training: Tra
     columns = [_column(operator, world_size, training) for operator in operators]
     names = (
         "state", "local", "num_trainable", "gradient_kept", "size", "column", "reduce_column", "bias_bucket",
+        "features", "element",
     )  # fmt: skip
-    table = np.array(columns, dtype=float).reshape(-1, len(names) + 3).T
+    table = np.array(columns, dtype=float).reshape(-1, len(names) + 4).T
     return SlicedCosts(
-        **dict(zip(names, table[:-3], strict=True)),
+        **dict(zip(names, table[:-4], strict=True)),
+        rows=np.zeros(len(columns)),
+        looks_up=table[-4] > 0,
         trains=table[-3] > 0,
         in_backward=table[-2] > 0,
         in_profile=table[-1] > 0,
@@ -161,7 +188,7 @@ def cost_slices(operators: Sequence[Operator], *, world_size: int, training: Tra
 def _column(operator: Operator, world_size: int, training: Training) -> tuple[float, ...]:
     cut = operator.cut
     if cut is None:
-        return (0.0,) * 11
+        return (0.0,) * 14
     weight = next(p for p in operator.parameters if p.name == cut.weight)
     others = [p for p in operator.parameters if p.name != cut.weight]
     rows = shard_numel((weight.shape[1 - cut.dim],), world_size)
@@ -184,6 +211,9 @@ def _column(operator: Operator, world_size: int, training: Training) -> tuple[fl
         rows * world_size * computed,
         rows * world_size * reduced,
         bias,
+        weight.shape[1 - cut.dim],
+        computed,
+        cut.by == "rows",
         weight.trainable,
         cut.in_backward,
         cut.slices,

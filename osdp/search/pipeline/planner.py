@@ -19,6 +19,7 @@ from osdp.plan.tensor_parallel_rank import RankDesc
 from osdp.search.pipeline.outcome import no_pipeline
 from osdp.search.pipeline.stage_search import StageSearch
 from osdp.search.sharding.planner import Candidate
+from osdp.text import format_bytes
 
 #: Throughputs that differ by less, relatively, are taken as equal.
 _TIE = 0.01
@@ -73,7 +74,25 @@ def best_pipeline(
         (plan for plan in plans if plan.samples_per_second >= fast),
         key=lambda plan: plan.predicted.peak_bytes,
     )
+    best = _compared(best, plans)
     return best if tensor is None else replace(best, tensor=tensor.plan)
+
+
+def _compared(best: Plan, plans: Sequence[Plan]) -> Plan:
+    """``best``, proven if all ``plans`` are and none is faster, with a note of the one that is."""
+    fastest = max(plans, key=lambda plan: plan.samples_per_second)
+    slower = fastest.samples_per_second / best.samples_per_second - 1
+    if slower <= 0 and all(plan.optimal for plan in plans):
+        return best
+    notes = best.notes
+    if slower > 0:
+        more = format_bytes(fastest.predicted.peak_bytes - best.predicted.peak_bytes)
+        notes += (
+            f"schedule {fastest.schedule} with {fastest.training.microbatches} microbatches of "
+            f"{fastest.local_batch} is predicted to be {slower:.2%} faster and to take {more} more at the "
+            "peak: within 1 % the lower peak was taken",
+        )
+    return replace(best, optimal=False, notes=notes)
 
 
 def plan_at(

@@ -53,6 +53,8 @@ from osdp.search.sharding.solve import min_peak, solve_bounded
 _MAX_EVALUATIONS = 64
 #: Maximum number of moves to a neighbouring cut that the simulated schedule finds faster.
 _MOVES = 4
+#: Relative gaps of a stage up to this are rounding.
+_PROVEN = 1e-9
 #: Maximum number of times that stages are planned again with a lower limit, where a rank's peak exceeds its
 #: own.
 _TIGHTENINGS = 4
@@ -117,6 +119,10 @@ class StageSearch:
         #: Seconds of compute, and of exchanges between tensor-parallel ranks, before each segment.
         self._prefix = np.concatenate([[[0.0], [0.0]], np.cumsum(seconds, axis=1)], axis=1)
         self._planned: dict[tuple[int, int, int, float, int], _Stage | None] = {}
+        #: Whether stages were planned under lower limits than those of their ranks.
+        self._lowered = False
+        #: The lowest peak of a plan one of whose ranks exceeds its limit, though its stages fit.
+        self._lowest = math.inf
 
     def plan(self) -> Plan | None:
         """The best plan; ``None`` if none fits."""
@@ -132,7 +138,9 @@ class StageSearch:
             over = [peak - limit for peak, limit in zip(plan.peaks, self._rank_limits, strict=True)]
             if max(over) <= 0:
                 return plan
+            self._lowest = min(self._lowest, max(plan.peaks))
             self._limits = [limit - max(more, 0) for limit, more in zip(self._limits, over, strict=True)]
+            self._lowered = True
             self._planned.clear()
             if min(self._limits) <= 0:
                 return None
@@ -151,11 +159,14 @@ class StageSearch:
         )
         if found is None:
             return None
-        best = self._cut_at(found.bounds, proven=found.optimal)
+        # Exact seconds were those of the best stages only if these are proven, the rejected ones too.
+        exact = not self._lowered and all(s is None or s.gap <= _PROVEN for s in self._planned.values())
+        proven = found.optimal and exact
+        best = self._cut_at(found.bounds, proven=proven)
         bounds = found.bounds
         # The formula is not the schedule: with unequal stages and messages a neighbour may be better.
         for _ in range(_MOVES):
-            tried = [(self._cut_at(near, proven=found.optimal), near) for near in self._neighbours(bounds)]
+            tried = [(self._cut_at(near, proven=proven), near) for near in self._neighbours(bounds)]
             moved = [(plan, near) for plan, near in tried if plan is not None]
             faster = max(moved, key=lambda pair: pair[0].samples_per_second, default=None)
             if best is None or faster is None or faster[0].samples_per_second <= best.samples_per_second:
@@ -206,10 +217,12 @@ class StageSearch:
         )
         assert found is not None
         per_rank = self._schedule.num_stages // self._dims.pp
-        return per_rank * max(
+        apart = per_rank * max(
             min_peak(self._problem(index, *self._described(index, a, b)), options=self._options)
             for index, (a, b) in enumerate(pairwise(found.bounds))
         )
+        # Stages that would fit apart are no plan: a rank has all its messages beside them.
+        return self._lowest if apart <= min(self._rank_limits) and self._lowest < math.inf else apart
 
     # One stage
 

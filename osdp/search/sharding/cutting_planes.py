@@ -26,7 +26,7 @@ from osdp.cost.sharding.units import UnitCosts
 from osdp.plan.search_options import SearchOptions
 from osdp.search.deadline import NO_DEADLINE, Deadline
 from osdp.search.sharding.candidates import CandidateUnits, build_space, root_dtype
-from osdp.search.sharding.chain.fitting import CandidateNeeds, FittingChains
+from osdp.search.sharding.chain.fitting import CandidateNeeds, FittingChains, holds_no_less
 from osdp.search.sharding.chain.linear_relaxation import relax
 from osdp.search.sharding.chain.problem import arrangements, candidates_of, chain_problem
 from osdp.search.sharding.chain.solver import (
@@ -37,11 +37,15 @@ from osdp.search.sharding.chain.solver import (
     ChainSolution,
     DualPrices,
     relaxation,
+    solve_chain,
 )
 from osdp.search.sharding.initial_plans import best_initial_plan
 from osdp.search.sharding.local_search import Pattern, improve_locally, patterns_of
 
 MasterSolver = Callable[[ChainProblem, float, Sequence[int], DualPrices | None], ChainSolution]
+
+#: Moments that decide a step, with their dual prices: seconds of the step for each second, or byte.
+Prices = dict[CriticalMoment | PeakMoment, float]
 
 #: Chains of at most this many items are small: for them the search may be wider still.
 _SMALL = 6
@@ -64,6 +68,15 @@ _NEAR = 1.2
 _CHAIN_ROUNDS, _CHAINS_SIMULATED = 6, 10
 #: Factors by which memory is made dearer than in the relaxation, for chains that take less of it.
 _DEARER = (1.1, 1.5, 2.0, 4.0, 8.0, 16.0)
+#: Multiples of the prices of memory in the relaxation of the rows, tried over the chains that fit: where each
+#: place has room for few units, a chain that fits takes little more than it must, and memory is nearly free.
+_MULTIPLES = (0.0, 0.1, 0.25, 0.5, 0.75, 1.0, 1.5, 2.5)
+#: Number of margins tried for chains that nearly fit.
+_MARGINS = 6
+#: Relative gap between a mixture of chains that fit and its bound below which no further chains are priced.
+_MIXED_ENOUGH = 1e-3
+#: Part of the time that is left which initial plans, and local improvements of each choice of root, may take.
+_TIME_PARTS = 4
 #: Relative gap below which a first look is not widened; a tenth of HiGHS's own tolerance.
 CLOSE_ENOUGH = 1e-5
 
@@ -132,6 +145,28 @@ class CuttingPlaneSearch:
         self._duals: dict[tuple[int, int], DualPrices | None] = {}
         self._times: dict[CriticalMoment, tuple[Floats, float]] = {}
         self._moments: dict[PeakMoment, tuple[Floats, float]] = {}
+        #: The moments that decide, by the best bound so far.
+        self.prices: Prices = {}
+        #: All chains that may fit, if they were needed.
+        self.chains: FittingChains | None = None
+
+    def bound_by(self, other: "CuttingPlaneSearch", upper: float) -> None:
+        """Raise :attr:`bound` by what decides another choice of root, of which nothing is searched."""
+        prices = other.prices
+        for name in (CriticalMoment(), PeakMoment("step"), *prices):
+            self._know(name)
+        rows, constant, caps, times = self._all_rows()
+        weights = self._weights(prices)
+        problem = chain_problem(self._space, rows, constant, caps, times)
+        duals = DualPrices(weights, np.zeros((self._space.num_items, len(weights))))
+        # Without widths nothing is searched: the bound is that of the cheapest path of each kind.
+        self.bound = min(upper, max(self.bound, solve_chain(problem, upper, (), duals).bound))
+        # Chains that fit here fit there as well, if what is outside the chain takes no more memory there.
+        chains, costed = other.chains, self._costed
+        if chains is None or other._costed is not costed or self.bound >= upper:
+            return
+        if holds_no_less(costed.needs, self._root, other._root):
+            self.bound = min(upper, max(self.bound, self._scaled(chains, weights, times)[0]))
 
     @property
     def num_rows(self) -> int:
@@ -145,12 +180,15 @@ class CuttingPlaneSearch:
 
         Rounds are few; :meth:`go_on` makes more of them. None begins after the deadline once something fits.
         """
+        if self.bound > 0 and deadline.is_over and not np.isinf(upper):
+            # Bounded already, by what decides another choice.
+            return None
         # 1. The bound by device time and the optimizer step alone: often enough to give up.
-        self._cut_time(CriticalMoment())
-        self._cut_moment(PeakMoment("step"))
+        self._know(CriticalMoment())
+        self._know(PeakMoment("step"))
         probe = self._relaxed(list(self._times.values()), list(self._moments.values()), upper, ())
-        self.bound = min(upper, probe.bound)
-        if probe.bound >= upper:
+        self.bound = min(upper, max(self.bound, probe.bound))
+        if self.bound >= upper:
             return None
         best, most_looks = None, _LOOKS_TO_BEAT
         if np.isinf(upper):
@@ -160,8 +198,16 @@ class CuttingPlaneSearch:
             if self.impossible:
                 self.bound = upper
                 return None
-            seed = best_initial_plan(self._problem, self._space, self._root, self._limit)
-            best = min(filter(None, (best, seed)), key=lambda plan: plan[0].seconds, default=None)
+            if best is None and deadline.is_set:
+                best = self.tightened(upper, deadline.share(2))
+                if best is None and np.isinf(self.bound):
+                    self.impossible = True
+                    return None
+            if best is None or not deadline.is_set:
+                seed = best_initial_plan(
+                    self._problem, self._space, self._root, self._limit, deadline=deadline.share(_TIME_PARTS)
+                )
+                best = min(filter(None, (best, seed)), key=lambda plan: plan[0].seconds, default=None)
         if best is not None:
             upper = best[0].seconds
             self._cut_time(best[0].cut)
@@ -192,8 +238,8 @@ class CuttingPlaneSearch:
             elif widths == FIRST_LOOK:
                 widths = (self._width,)
             else:
-                # Twice the width takes about four times as long.
-                self.ended = self._width == _WIDEST or 4 * (left - deadline.left) > deadline.left
+                # Twice the width takes four to six times as long.
+                self.ended = self._width == _WIDEST or 6 * (left - deadline.left) > deadline.left
                 self._width *= 2
                 widths = (self._width,)
         return best
@@ -203,7 +249,7 @@ class CuttingPlaneSearch:
     ) -> tuple[StepEstimate, tuple[UnitSpan, ...]] | None:
         """Units that beat ``upper`` seconds, or a higher :attr:`bound`, by the chains whose units can fit.
 
-        After :meth:`fastest`, with the rows that it has found.
+        After :meth:`fastest`, with the rows that it has found, or in it, where no plan is known.
         """
         if self.is_proven(upper) or deadline.is_over or not self._space.num_items or np.isinf(self._limit):
             return None
@@ -211,33 +257,34 @@ class CuttingPlaneSearch:
         if not chains.any_fits:
             self.bound = upper
             return None
+        self.chains = chains
         best = None
-        rows, constant, caps, times = self._stacked(list(self._times.values()), list(self._moments.values()))
+        rows, constant, caps, times = self._all_rows()
         duals = self._dual_prices(rows, constant, caps, times)
         if duals is None:
             self.bound = upper
             return None
-        weights, known_times = duals.weights, times
+        self.prices = self._named(duals.weights)
+        columns: list[Ints] = []
         for _ in range(_CHAIN_ROUNDS):
             if deadline.is_over or self.is_proven(upper):
                 break
             # What no chain that beats the best plan takes need not be looked at again.
-            rows, constant, caps, times = self._stacked(
-                list(self._times.values()), list(self._moments.values())
-            )
-            priced = np.zeros(len(constant))
-            priced[:known_times] = weights[:known_times]
-            priced[times : times + len(weights) - known_times] = weights[known_times:]
+            rows, constant, caps, times = self._all_rows()
+            priced = self._weights(self.prices)
             room = constant - np.where(np.isfinite(caps), caps, 0.0)
             chains = chains.within(rows @ priced, upper * float(priced[:times].sum()) - float(room @ priced))
             if not chains.any_fits:
                 self.bound = upper
                 break
-            bound, weights, columns = self._relaxed_chains(chains, deadline)
-            known_times = times
-            self.bound = min(upper, max(bound, self.bound))
-            known = self.num_rows
-            distinct = {column.tobytes(): column for column in columns[-_CHAINS_SIMULATED:]}
+            bound, priced = self._scaled(chains, priced, times)
+            self._raise(bound, priced, upper)
+            if self.is_proven(upper):
+                break
+            begin, known = len(columns), self.num_rows
+            self._raise(*self._relaxed_chains(chains, columns, priced, deadline), upper)
+            tried = (*columns[begin : begin + 2], *columns[-_CHAINS_SIMULATED:])
+            distinct = {column.tobytes(): column for column in tried}
             for column in distinct.values():
                 units = tuple(self._space.spans(column))
                 self._patterns |= dict.fromkeys(patterns_of(self._space.bounds, units))
@@ -248,24 +295,79 @@ class CuttingPlaneSearch:
                     best, upper = (outcome, units), outcome.seconds
                 if outcome.cut not in self._times:
                     self._cut_time(outcome.cut)
+            near = self._nearly_fitting(chains, rows[:, :times] @ priced[:times], upper, deadline)
+            if near is not None:
+                best, upper = near, near[0].seconds
             if self.num_rows == known:
                 break
         return best
 
-    def _relaxed_chains(self, chains: FittingChains, deadline: Deadline) -> tuple[float, Floats, list[Ints]]:
-        """A bound by the rows and mixtures of ``chains``, its prices, and the chains that were tried for it.
+    def _nearly_fitting(
+        self, chains: FittingChains, costs: Floats, upper: float, deadline: Deadline
+    ) -> tuple[StepEstimate, tuple[UnitSpan, ...]] | None:
+        """The fastest plan that fits of the cheapest chains which leave a margin; the margin is bisected.
+
+        What chains know of memory is nearly all: little more has to be left for a plan to fit.
+        """
+        best, low, high = None, 0.0, np.inf
+        for _ in range(_MARGINS):
+            if deadline.is_over:
+                break
+            margin = low if np.isinf(high) else (low + high) / 2
+            near = chains.tighter(margin)
+            if not near.any_fits:
+                high = margin
+                continue
+            units = tuple(self._space.spans(near.cheapest(costs)))
+            outcome = simulate_units(self._problem, units, self._root)
+            self._patterns |= dict.fromkeys(patterns_of(self._space.bounds, units))
+            if outcome.peak <= self._limit:
+                high = margin
+                if outcome.seconds < upper:
+                    best, upper = (outcome, units), outcome.seconds
+                if margin == 0:
+                    break
+            else:
+                self._know(outcome.moment)
+                # First by what is missing.
+                low = margin + outcome.peak - self._limit if np.isinf(high) else margin
+        return best
+
+    def _scaled(self, chains: FittingChains, priced: Floats, times: int) -> tuple[float, Floats]:
+        """The best bound by multiples of the prices of memory, and the prices that give it."""
+        rows, constant, caps, _ = self._all_rows()
+        room = constant - np.where(np.isfinite(caps), caps, 0.0)
+        tried = np.repeat(priced[None], len(_MULTIPLES), axis=0)  # (multiples, rows)
+        tried[:, times:] *= np.array(_MULTIPLES)[:, None]
+        found = (chains.least_sums(tried @ rows.T) + tried @ room) / max(float(priced[:times].sum()), 1e-30)
+        best = int(np.argmax(found))
+        return float(found[best]), tried[best]
+
+    def _raise(self, bound: float, weights: Floats, upper: float) -> None:
+        if bound > self.bound:
+            self.bound, self.prices = min(upper, bound), self._named(weights)
+
+    def _relaxed_chains(
+        self, chains: FittingChains, columns: list[Ints], priced: Floats, deadline: Deadline
+    ) -> tuple[float, Floats]:
+        """A bound by the rows and mixtures of ``chains``, and its prices.
 
         After the deadline only those are mixed that are known.
+
+        Args:
+            chains: The chains.
+            columns: Some that were tried before, which are mixed as well; new ones are added.
+            priced: Prices that are nearly those of the bound, shape ``(R,)``.
+            deadline: When to stop.
         """
-        rows, constant, caps, times = self._stacked(list(self._times.values()), list(self._moments.values()))
+        rows, constant, caps, times = self._all_rows()
         room = constant - np.where(np.isfinite(caps), caps, 0.0)
-        columns: list[Ints] = []
-        totals: list[Floats] = []
+        totals = [rows[column].sum(axis=0) for column in columns]
         bound, best = 0.0, np.eye(1, len(constant))[0]
 
         def price(weights: Floats) -> Floats:
             nonlocal bound, best
-            if columns and deadline.is_over:
+            if totals and deadline.is_over:
                 known = np.stack(totals)
                 return np.asarray(known[[int(np.argmin(known @ weights))]])
             found = chains.cheapest(rows @ weights)
@@ -277,12 +379,22 @@ class CuttingPlaneSearch:
                 bound, best = float((total + room) @ weights) / seconds, weights.copy()
             return np.asarray(total[None])
 
-        relaxed = relax(price, np.ones(1), constant, caps, times)
+        for known in (priced, np.where(np.isfinite(caps), 0.0, priced)):
+            price(known)
+        relaxed = relax(
+            price,
+            np.ones(1),
+            constant,
+            caps,
+            times,
+            known=[total[None] for total in totals],
+            ends=lambda value: bound >= value * (1 - _MIXED_ENOUGH),
+        )
         # Mixtures are of chains that take too much and too little. Those that fit lie between.
-        for factor in _DEARER:
+        for factor in () if deadline.is_over else _DEARER:
             dearer = np.where(np.isfinite(caps), factor * relaxed.weights, relaxed.weights)
             columns.append(chains.cheapest(rows @ dearer))
-        return bound, best, columns
+        return bound, best
 
     def is_proven(self, seconds: float) -> bool:
         """Whether nothing is faster than so many seconds, as far as that matters."""
@@ -331,13 +443,20 @@ class CuttingPlaneSearch:
         return None
 
     def improved(
-        self, outcome: StepEstimate, chosen: tuple[UnitSpan, ...]
+        self, outcome: StepEstimate, chosen: tuple[UnitSpan, ...], deadline: Deadline = NO_DEADLINE
     ) -> tuple[StepEstimate, tuple[UnitSpan, ...]]:
         """The answer after a bounded number of local improvements, unless it is proven best."""
         if self.is_proven(outcome.seconds):
             return outcome, chosen
         return improve_locally(
-            self._problem, self._space, self._root, self._limit, chosen, outcome, self._patterns
+            self._problem,
+            self._space,
+            self._root,
+            self._limit,
+            chosen,
+            outcome,
+            self._patterns,
+            deadline.share(_TIME_PARTS),
         )
 
     def min_peak(self, enough: float) -> tuple[StepEstimate, tuple[UnitSpan, ...]]:
@@ -365,6 +484,29 @@ class CuttingPlaneSearch:
                 return best
             if not self._cut_moment(outcome.moment):
                 raise RuntimeError(f"the rows and the simulated step disagree at {outcome.moment}")
+
+    def _know(self, name: CriticalMoment | PeakMoment) -> None:
+        """Have its row, which later problems need not keep."""
+        if isinstance(name, PeakMoment):
+            if name not in self._moments:
+                self._cut_moment(name)
+        elif name not in self._times:
+            self._cut_time(name)
+
+    def _named(self, weights: Floats) -> Prices:
+        """Prices of all rows by their moments, in seconds of the step."""
+        seconds = float(weights[: len(self._times)].sum())
+        priced = zip(self._names, weights, strict=True)
+        return {name: float(each) / seconds for name, each in priced if each > 0}
+
+    @property
+    def _names(self) -> list[CriticalMoment | PeakMoment]:
+        """The moments of all rows, in their order."""
+        return [*self._times, *self._moments]
+
+    def _weights(self, prices: Prices) -> Floats:
+        """Prices of all rows, shape ``(R,)``, by their moments."""
+        return np.array([prices.get(name, 0.0) for name in self._names])
 
     def _cut_time(self, cut: CriticalMoment) -> bool:
         if cut in self._times:
@@ -411,9 +553,9 @@ class CuttingPlaneSearch:
             return _Relaxed(np.inf, upper)
         # 2. Solve under the active rows. A row of price zero only makes equal items different: it is added,
         #    to stay, when an answer violates it.
-        names: list[CriticalMoment | PeakMoment] = (
-            [*self._times, *self._moments] if bounded else [*self._moments]
-        )
+        names = self._names if bounded else [*self._moments]
+        if bounded:
+            self.prices = self._named(duals.weights)
         active = [k for k, name in enumerate(names) if duals.weights[k] > 0 or k == 0 or name in self._needed]
         while True:
             num_times = sum(row < times for row in active)
@@ -443,6 +585,9 @@ class CuttingPlaneSearch:
         if key not in self._duals:
             self._duals[key] = relaxation(chain_problem(self._space, rows, constant, caps, times))
         return self._duals[key]
+
+    def _all_rows(self) -> tuple[Floats, Floats, Floats, int]:
+        return self._stacked(list(self._times.values()), list(self._moments.values()))
 
     def _stacked(
         self, objectives: list[tuple[Floats, float]], bounded: list[tuple[Floats, float]]

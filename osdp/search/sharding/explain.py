@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from osdp.cost.sharding.memory import REGION_KINDS
 from osdp.cost.sharding.problem import ShardingProblem, cost_root
 from osdp.cost.sharding.simulate import StepEstimate, simulate_units
 from osdp.cost.sharding.solution import ShardingSolution, solution_root
@@ -37,7 +38,7 @@ class Explainer:
         self._problem, self._found = problem, found
         self._limit = problem.device.memory_limit
         self._strategies = list(_named_strategies(problem, options))
-        self._forced, self._keep = len(options.allowed) == 1, options.keep
+        self._forced, self._keep, self._slices = len(options.allowed) == 1, options.keep, options.slices
         self._root = solution_root(problem, found)
         self._known: dict[tuple[object, ...], str] = {}
 
@@ -53,13 +54,16 @@ class Explainer:
         return self._known[key]
 
     def key_of(self, index: int) -> tuple[object, ...]:
-        """Equal for units of the chain that are equal, with equal neighbours."""
+        """Equal for units that are equal, with equal neighbours, on the same side of the peak."""
         a, b, strategy = self._found.units[index]
         chain = self._problem.timeline.chain
         # The neighbours' strategies matter: they decide what is prefetched and what is still held.
         neighbours = tuple(unit[2] for unit in self._found.units[max(index - 1, 0) : index + 2])
         shapes = tuple(p.shape for op in chain[a:b] for p in op.parameters)
-        return shapes, strategy, neighbours
+        # So does the side of the peak that it is on: parameters are kept over what is behind a unit.
+        moment = self._found.outcome.moment
+        at = moment.where // 2 if moment.kind in REGION_KINDS else moment.where
+        return shapes, strategy, neighbours, (b <= at) - (a > at)
 
     def alternatives(self, index: int) -> list[tuple[str, UnitTuples, StepEstimate]]:
         """Other choices for a unit of the chain: a name, the units of the whole chain, the step they make."""
@@ -91,7 +95,9 @@ class Explainer:
                 if joined is not None:
                     yield f"{name}{OF_BLOCK}", joined
         count, kept = own.slices, own.kept
-        if count > 2:
+        cut = self._problem.timeline.chain[start].cut
+        # Where their number decides what is computed at a time, it is the one that was profiled.
+        if count // 2 in self._slices and (cut is None or not cut.slices):
             half = sliced(count // 2, kept // 2)._replace(recomputed=recomputed)
             yield f"{count // 2} slices", self._exchanged({index: half})
         if kept:

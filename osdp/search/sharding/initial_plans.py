@@ -19,6 +19,7 @@ from osdp.cost.sharding.strategies import (
     UnitStrategy,
     sliced,
 )
+from osdp.search.deadline import NO_DEADLINE, Deadline
 from osdp.search.sharding.candidates import CandidateUnits
 
 UnitTuples = tuple[UnitSpan, ...]
@@ -33,17 +34,21 @@ def best_initial_plan(
     limit: float,
     *,
     lowest_peak: bool = False,
+    deadline: Deadline = NO_DEADLINE,
 ) -> tuple[StepEstimate, UnitTuples] | None:
     """The fastest initial plan that fits ``limit``, or ``None``; if asked, the one with the lowest peak.
 
     For each pair of strategies the number of items with the first one is bisected. Memory need not be
-    monotonic in that number, so the result is only a starting point.
+    monotonic in that number, so the result is only a starting point. After the deadline no further pair is
+    tried once one fits.
     """
     if not space.num_items:
         outcome = simulate_units(problem, (), root)
         return (outcome, ()) if outcome.peak <= limit else None
     best: tuple[StepEstimate, UnitTuples] | None = None
     for build in _patterns(space):
+        if best is not None and deadline.is_over:
+            break
         low, high = 0, space.num_items
         while low <= high:
             middle = (low + high + 1) // 2

@@ -4,6 +4,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
@@ -15,7 +16,7 @@ from osdp.cost.sharding.simulate import simulate_step, simulate_units
 from osdp.cost.sharding.solution import ShardingSolution, solution_root
 from osdp.cost.sharding.strategies import NO_SHARD, SHARD_OPTIMIZER, UnitMode, UnitStrategy
 from osdp.cost.sharding.time import passes
-from osdp.cost.spread import simulate_at, spread_corners, step_spread
+from osdp.cost.spread import bandwidth_corners, simulate_at, spread_corners, step_spread
 from osdp.errors import InfeasibleError, LargeOperator
 from osdp.hardware.device_info import DeviceInfo
 from osdp.hardware.profile import Profile
@@ -222,12 +223,13 @@ def _fastest_beside_host(
     rate = possible = 0.0
     for left, candidate in zip(range(len(candidates), 0, -1), candidates, strict=True):
         answer = fastest(model_desc, [candidate], device, options, deadline.share(left))
-        if answer is None or _host_bytes(*answer[:2]) > device.host.memory:
+        if answer is None:
             continue
         problem, found, gap = answer
         own = candidate.profile.local_batch * candidate.training.microbatches / found.outcome.seconds
+        # Also where the host has no room for it: another plan of this batch may offload less.
         possible = max(possible, own / (1 - gap))
-        if own > rate:
+        if own > rate and _host_bytes(problem, found) <= device.host.memory:
             best, rate = (problem, found), own
     return None if best is None else (*best, max(0.0, 1 - rate / possible))
 
@@ -288,11 +290,13 @@ def with_shared_buckets(
     if not found.units:
         return found
     root, limit = solution_root(problem, found), problem.device.memory_limit if limit is None else limit
-    outcome, units = share_buckets(problem, root, found.units, found.outcome, may_be_as_fast, limit=limit)
+    corners = [(each, solution_root(each, found)) for each in bandwidth_corners(problem)]
+    share = partial(share_buckets, problem, root, limit=limit, corners=corners)
+    outcome, units = share(found.units, found.outcome, may_be_as_fast)
     for other in side_by_side(problem, found.units):
         start = simulate_units(problem, other, root)
         if start.peak <= limit:
-            shared, joined = share_buckets(problem, root, other, start, may_be_as_fast, limit=limit)
+            shared, joined = share(other, start, may_be_as_fast)
             if shared.seconds < outcome.seconds * (1 - _WORTH_MOVING) and len(joined) <= len(units):
                 outcome, units = shared, joined
     return replace(found, units=units, outcome=outcome)

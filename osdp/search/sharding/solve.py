@@ -83,16 +83,24 @@ def solve_bounded(
     undecided = False
     searches: list[tuple[CuttingPlaneSearch, RootChoice]] = []
     # 1. Each further choice of root must beat the best so far.
+    decided: CuttingPlaneSearch | None = None
     for search, choice in _searches(problem, limit, options, solver):
         searches.append((search, choice))
+        if decided is not None and np.isfinite(upper):
+            # What decides one choice often shows at once that another is no faster.
+            search.bound_by(decided, upper)
+            if search.bound >= upper:
+                continue
         found = search.fastest(upper, deadline)
         undecided |= found is None and not search.impossible
-        best = _with(best, search, choice, found)
+        best = _with(best, search, choice, found, deadline)
         upper = upper if best is None else best.outcome.seconds
         if np.isfinite(upper):
             # Where the rows prove too little: once more, by the chains whose units can fit.
-            best = _with(best, search, choice, search.tightened(upper, deadline))
+            best = _with(best, search, choice, search.tightened(upper, deadline), deadline)
             upper = upper if best is None else best.outcome.seconds
+        if search.prices and (search.chains is not None or decided is None or decided.chains is None):
+            decided = search
     if best is None and undecided and np.isinf(upper):
         # A search of bounded width may miss feasible plans: the lowest peak that can be found decides.
         lowest = min_peak_solution(problem, options=options, enough=limit, solver=solver)
@@ -109,7 +117,8 @@ def solve_bounded(
         if not unproven:
             break
         search, choice = min(unproven, key=lambda each: each[0].bound)
-        best = _with(best, search, choice, search.go_on(upper, deadline.share(len(unproven))))
+        found = search.go_on(upper, deadline.share(len(unproven)))
+        best = _with(best, search, choice, found, deadline)
         upper = upper if best is None else best.outcome.seconds
     bound = min((search.bound for search, _ in searches), default=np.inf)
     if best is None:
@@ -123,11 +132,12 @@ def _with(
     search: CuttingPlaneSearch,
     choice: RootChoice,
     found: tuple[StepEstimate, tuple[UnitSpan, ...]] | None,
+    deadline: Deadline,
 ) -> ShardingSolution | None:
     """``found``, which is better than ``best``, after local improvements; ``best`` if nothing was found."""
     if found is None:
         return best
-    outcome, units = search.improved(*found)
+    outcome, units = search.improved(*found, deadline)
     return choice.solution(units, outcome, search.num_rows, search.bound)
 
 
@@ -161,7 +171,7 @@ def _without_kept_slices(
     found = search.fastest(best.outcome.seconds, deadline)
     if found is None:
         return best
-    outcome, units = search.improved(*found)
+    outcome, units = search.improved(*found, deadline)
     return replace(best, units=units, outcome=outcome, num_rows=search.num_rows)
 
 

@@ -73,6 +73,22 @@ def test_the_cheapest_chain_is_the_cheapest_of_all_plans(seed: int) -> None:
     assert bounds[:-1] == found.space.start[chains.cheapest(costs)].tolist()
 
 
+def test_several_costs_at_once_are_as_each_alone() -> None:
+    problem = random_problem(1, 3, 2)
+    rules = SearchOptions(slices=(2,), recompute=True)
+    choice = root_choices(problem.timeline.root, rules)[0]
+    found = CostedCandidates.of(problem, rules, root_unit=choice.has_unit)
+    limit = 1.3 * min_peak(problem, options=rules)
+    chains = FittingChains.of(found.needs, choice.cost(problem), limit)
+    costs = np.random.default_rng(1).random((3, len(found.space.start)))
+    alone = [float(each[chains.cheapest(each)].sum()) for each in costs]
+    assert chains.least_sums(costs) == pytest.approx(alone)
+    # A margin leaves fewer chains, none of which is cheaper.
+    tighter = chains.tighter(0.02 * limit)
+    assert 0 < len(tighter.source) < len(chains.source)
+    assert (tighter.least_sums(costs) >= chains.least_sums(costs) - 1e-12).all()
+
+
 def test_under_a_limit_that_nothing_fits_there_is_no_chain() -> None:
     problem = random_problem(0, 2, 2)
     choice = root_choices(problem.timeline.root, SearchOptions())[0]

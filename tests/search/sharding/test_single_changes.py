@@ -4,12 +4,14 @@ from dataclasses import replace
 
 import pytest
 
+from osdp.cost.sharding.memory import PeakMoment
 from osdp.cost.sharding.problem import build_problem, cost_root
 from osdp.cost.sharding.simulate import simulate_units
 from osdp.cost.sharding.solution import ShardingSolution
-from osdp.cost.sharding.strategies import FULL_SHARD, NO_SHARD, UnitStrategy
+from osdp.cost.sharding.strategies import FULL_SHARD, NO_SHARD, UnitStrategy, sliced
 from osdp.model.training import Training
 from osdp.plan.search_options import SLICES, SearchOptions
+from osdp.search.sharding.explain import Explainer
 from osdp.search.sharding.single_changes import _changes, with_single_changes
 from osdp.search.sharding.solve import solve
 from tests.helpers.problems import random_device, random_model
@@ -63,3 +65,38 @@ def test_a_block_of_several_units_may_become_one(seed: int) -> None:
     assert len(found.units) < len(units) and found.outcome.seconds < outcome.seconds
     assert [unit[0] for unit in found.units] == [0, *(unit[1] for unit in found.units[:-1])]
     assert simulate_units(problem, found.units, root) == found.outcome
+
+
+@pytest.mark.parametrize("profiled", [0, 8])
+def test_operators_run_in_numbers_of_slices_that_are_allowed(profiled: int) -> None:
+    """A head that computes its loss in 8 slices was to run in 4, whose logits nothing had counted."""
+    model_desc, profile = random_model(1, 3, 2)
+    operators = tuple(
+        replace(each, cut=replace(each.cut, slices=profiled)) if each.cut else each
+        for each in model_desc.operators
+    )
+    problem = build_problem(replace(model_desc, operators=operators), profile, random_device(1), Training())
+    units = tuple((index, index + 1, sliced(8)) for index in range(len(problem.timeline.chain)))
+    outside = tuple(problem.timeline.root)
+    root = cost_root(problem, (), outside, has_unit=False)
+    outcome = simulate_units(problem, units, root)
+    start = ShardingSolution(units, (), outside, (), outcome, num_rows=0, bound=0.0)
+    slices = SLICES if profiled else (8,)
+    changes = list(_changes(problem, start, SearchOptions(slices=slices)))
+    assert changes
+    assert {strategy.slices for change in changes for _, _, strategy in change.units} <= {1, 8}
+
+
+def test_choices_of_equal_units_are_told_apart_by_their_side_of_the_peak() -> None:
+    """What a unit keeps is there at the moments behind it: the first one's memory was told of all."""
+    model_desc, profile = random_model(3, 12, 1)
+    problem = build_problem(model_desc, profile, random_device(3), Training())
+    count = len(problem.timeline.chain)
+    units = tuple((index, index + 1, FULL_SHARD) for index in range(count))
+    outside = tuple(problem.timeline.root)
+    outcome = simulate_units(problem, units, cost_root(problem, (), outside, has_unit=False))
+    middle = replace(outcome, moment=PeakMoment("backward", count))  # region of the chain's middle
+    start = ShardingSolution(units, (), outside, (), middle, num_rows=0, bound=0.0)
+    explainer = Explainer(problem, start, SearchOptions())
+    inner = range(2, count - 2)
+    assert len({explainer.key_of(index) for index in inner}) == 3

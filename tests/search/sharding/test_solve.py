@@ -22,9 +22,11 @@ from osdp.plan.search_options import SearchOptions
 from osdp.plan.sharding import Mode
 from osdp.search.deadline import NO_DEADLINE, Deadline
 from osdp.search.sharding.candidates import build_space
+from osdp.search.sharding.chain.solver import solve_chain
+from osdp.search.sharding.cutting_planes import CuttingPlaneSearch
 from osdp.search.sharding.milp import solve_milp
 from osdp.search.sharding.root_unit import root_choices
-from osdp.search.sharding.solve import min_peak, solve, solve_bounded
+from osdp.search.sharding.solve import _searches, min_peak, solve, solve_bounded
 from tests.helpers.problems import random_device, random_model, random_problem
 
 
@@ -370,3 +372,40 @@ def test_an_operator_that_no_forced_mode_can_hold_is_replicated() -> None:
         [Operator("a", ("a",), mixed, None, 0, 0)], SearchOptions(allowed=(Mode.FULL_SHARD,)), root_unit=False
     )
     assert [unit[2].mode for unit in space.spans()] == [UnitMode.NO_SHARD]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_decides_one_choice_of_root_bounds_the_others(seed: int) -> None:
+    """After a time limit they were bounded by compute alone, as if links were free."""
+    rules = SearchOptions(slices=(2, 4), recompute=True)
+    problem = random_problem(seed, 6, 2, tied=True, blocking=False)
+    limit = 1.3 * min_peak(problem, options=rules)
+    found = []
+    for search, _ in _searches(problem, limit, rules, solve_chain):
+        plan = search.fastest(np.inf)
+        if plan is not None:
+            search.tightened(plan[0].seconds)
+            found.append((search, plan[0].seconds))
+    assert len(found) > 1
+    for first, seconds in found:
+        # A plan that shards nothing is bounded by the family of such plans alone.
+        bounds = [seconds]
+        for other, _ in found:
+            own = CuttingPlaneSearch(problem, other._root, limit, other._costed, solve_chain)
+            own.bound_by(first, np.inf)
+            bounds.append(own.bound)
+        assert 0 < min(bounds) <= min(each for _, each in found) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_with_a_time_limit_the_answer_is_as_good_and_its_bound_holds(seed: int) -> None:
+    """Then chains that fit are tried before plans of two kinds of blocks."""
+    rules = SearchOptions(slices=(2, 4), recompute=True)
+    problem = random_problem(seed, 6, 2)
+    limit = 1.1 * min_peak(problem, options=rules)
+    unlimited, bound = solve_bounded(problem, limit, options=rules)
+    found, lower = solve_bounded(problem, limit, options=rules, deadline=Deadline.after(20.0))
+    assert unlimited is not None and found is not None
+    assert found.outcome.peak <= limit
+    assert lower <= unlimited.outcome.seconds * (1 + 1e-9) and bound <= found.outcome.seconds * (1 + 1e-9)
+    assert found.outcome.seconds <= unlimited.outcome.seconds * 1.01

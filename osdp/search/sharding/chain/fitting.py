@@ -55,12 +55,14 @@ class FittingChains:
         source: For each step of a chain, the place and state it starts from, shape ``(T,)``.
         candidate: The unit that it takes, shape ``(T,)``.
         target: The place and state it leads to, ascending, shape ``(T,)``.
+        slack: Bytes that are left at the fullest moment of the unit, as far as is known, shape ``(T,)``.
         num_places: Number of places: the last one is the chain's end.
     """
 
     source: Ints
     candidate: Ints
     target: Ints
+    slack: Floats
     num_places: int
 
     @classmethod
@@ -78,9 +80,9 @@ class FittingChains:
             start, stop, end = space.places[item]
             columns.append(room.steps(space.inner[item], begin + start, begin + stop))
             begin += end
-        source, candidate, target = np.concatenate(columns, axis=1)
+        source, candidate, target, slack = map(np.concatenate, zip(*columns, strict=True))
         order = np.argsort(target, kind="stable")
-        return cls(source[order], candidate[order], target[order], begin + 1)
+        return cls(source[order], candidate[order], target[order], slack[order], begin + 1)
 
     @cached_property
     def _stages(self) -> list[tuple[Ints, Ints, Ints, Ints]]:
@@ -106,8 +108,15 @@ class FittingChains:
         (reduced-cost fixing; Dantzig, Fulkerson and Johnson, Operations Research 2(4), 1954).
         """
         least = self._least(costs)[0][self.source] + costs[self.candidate] + self._to_end(costs)[self.target]
-        kept = least < most
-        return FittingChains(self.source[kept], self.candidate[kept], self.target[kept], self.num_places)
+        return self._of(least < most)
+
+    def tighter(self, margin: float) -> "FittingChains":
+        """Without the steps that leave less than ``margin`` bytes."""
+        return self._of(self.slack >= margin)
+
+    def _of(self, kept: Bools) -> "FittingChains":
+        source, candidate, target = (each[kept] for each in (self.source, self.candidate, self.target))
+        return FittingChains(source, candidate, target, self.slack[kept], self.num_places)
 
     def cheapest(self, costs: Floats) -> Ints:
         """Candidates of the chain with the least sum of ``costs``, shape ``(E,)``, if any fits."""
@@ -119,6 +128,20 @@ class FittingChains:
             chosen.append(int(self.candidate[step]))
             state = int(self.source[step])
         return np.array(chosen[::-1])
+
+    def least_sums(self, costs: Floats) -> Floats:
+        """The least sum over all chains of each of several ``costs``, shape ``(W, E)``: shape ``(W,)``.
+
+        A pass over the places takes hardly longer for a few of them than for one.
+        """
+        least = np.full((len(costs), self.num_places * _STATES), np.inf)
+        least[:, :2] = 0.0
+        for source, candidate, first, states in self._stages:
+            reached = least[:, source] + costs[:, candidate]
+            least[:, states] = np.minimum.reduceat(reached, first, axis=1)
+        # Behind the last unit there is nothing.
+        ends = least.reshape(len(costs), self.num_places, *_SHAPE)[:, -1, ..., 0]
+        return np.asarray(ends.reshape(len(costs), -1).min(axis=1))
 
     def _least(self, costs: Floats) -> tuple[Floats, Floats]:
         """The least sum of ``costs`` up to each state, and to those in which a chain can end."""
@@ -145,6 +168,23 @@ class FittingChains:
             first = np.flatnonzero(np.diff(states, prepend=-1))
             least[states[first]] = np.minimum.reduceat(least[target[begin:end]] + own[begin:end], first)
         return least
+
+
+def holds_no_less(needs: "CandidateNeeds", root: RootUnitCost, other: RootUnitCost) -> bool:
+    """Whether ``root`` never holds less than ``other``: chains that fit beside it fit beside that as well."""
+    problem = needs.problem
+    always_more = root_always(problem, root) - root_always(problem, other)
+    return root.has_unit == other.has_unit and all(
+        bool(
+            (
+                always_more
+                + fixed_bytes(problem, root, moment.kind, moment.where)
+                - fixed_bytes(problem, other, moment.kind, moment.where)
+                >= 0
+            ).all()
+        )
+        for moment in needs.moments
+    )
 
 
 @dataclass(frozen=True)
@@ -213,8 +253,8 @@ class _Room:
             more=np.where(paths.is_last, more, 0),
         )
 
-    def steps(self, inner: slice, start: Ints, stop: Ints) -> Ints:
-        """Steps by the candidates of one item: sources, candidates and targets, ``(3, T)``."""
+    def steps(self, inner: slice, start: Ints, stop: Ints) -> tuple[Ints, Ints, Ints, Floats]:
+        """Steps by the candidates of one item: sources, candidates, targets and slack, ``(T,)`` each."""
         sharded = self.sharded[inner]
         levels = np.arange(_STEPS + 1)
         # (candidates, level, large before, large behind)
@@ -228,7 +268,7 @@ class _Room:
         target_level = np.minimum(level + self.more[own], _STEPS)
         source = start[place] * _STATES + np.ravel_multi_index((level, before, source_behind), _SHAPE)
         target = stop[place] * _STATES + np.ravel_multi_index((target_level, target_before, behind), _SHAPE)
-        return np.stack([source, own, target])
+        return source, own, target, self.left[before, behind, own] - self.step * level
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ a few dozen rows, so each basis is solved afresh. scipy's HiGHS would do as well
 the library.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -41,7 +41,16 @@ class Relaxation:
     totals: Floats
 
 
-def relax(pricer: Pricer, counts: Floats, constant: Floats, caps: Floats, num_time_rows: int) -> Relaxation:
+def relax(
+    pricer: Pricer,
+    counts: Floats,
+    constant: Floats,
+    caps: Floats,
+    num_time_rows: int,
+    *,
+    known: Sequence[Floats] = (),
+    ends: Callable[[float], bool] | None = None,
+) -> Relaxation:
     """Solve the relaxation.
 
     Args:
@@ -50,6 +59,8 @@ def relax(pricer: Pricer, counts: Floats, constant: Floats, caps: Floats, num_ti
         constant: Added to each row, shape ``(R,)``.
         caps: Upper bound of each row, shape ``(R,)``; infinite for times.
         num_time_rows: Number of time rows, which come first.
+        known: Rows of paths of each kind, ``(kinds, R)``, to mix before others are priced.
+        ends: Whether a mixture of so many seconds is good enough, asked after each pricing.
 
     Returns:
         Prices that are optimal within rounding, or as good as the pivots allowed; any prices give a valid
@@ -57,14 +68,18 @@ def relax(pricer: Pricer, counts: Floats, constant: Floats, caps: Floats, num_ti
     """
     start = np.zeros(len(constant))
     start[0] = 1.0
-    master = _Master(counts, constant, caps, num_time_rows, pricer(start))
+    first = known[0] if known else pricer(start)
+    master = _Master(counts, constant, caps, num_time_rows, first)
     for _ in range(_MOST_PIVOTS):
         # Slacks enter first: the pricer needs non-negative prices.
         prices, convexity = master.duals()
-        if not master.enter_slack(prices):
-            paths = pricer(np.maximum(prices, 0.0) / master.scale)
-            if not master.enter_path(paths, prices, convexity):
-                break
+        if master.enter_slack(prices) or any(master.enter_path(paths, prices, convexity) for paths in known):
+            continue
+        paths = pricer(np.maximum(prices, 0.0) / master.scale)
+        if ends is not None and ends(master.seconds()):
+            break
+        if not master.enter_path(paths, prices, convexity):
+            break
     prices, _ = master.duals()
     # Prices below the rounding of the duals count as zero.
     weights = np.where(prices > _NEGATIVE, prices, 0.0) / master.scale
@@ -95,6 +110,7 @@ class _Master:
         totals = counts @ first + constant
         time_scale = max(float(np.max(np.abs(totals[:num_times]))), 1e-30)
         self.scale = np.where(np.isfinite(caps), np.maximum(np.abs(caps), 1.0), time_scale)
+        self._time_scale = time_scale
         self._counts = counts
         room = np.where(np.isfinite(caps), caps, 0.0) - constant
         self._right = np.concatenate([room / self.scale, np.ones(self._kinds)])
@@ -154,6 +170,11 @@ class _Master:
         """Relative excess of the mixture over the caps."""
         values = np.linalg.solve(self._matrix(), self._right)
         return float(values[self._basis.index(self._overflow)]) if self._overflow in self._basis else 0.0
+
+    def seconds(self) -> float:
+        """The longest time of the current mixture, and what exceeding the caps costs."""
+        values = np.linalg.solve(self._matrix(), self._right)
+        return float(values @ np.array([self._costs[index] for index in self._basis])) * self._time_scale
 
     def totals(self) -> Floats:
         """Rows of the current mixture of each kind, shape ``(kinds, R)``."""
