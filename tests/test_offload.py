@@ -23,6 +23,7 @@ from osdp.plan.shard_math import shard_numel
 from osdp.plan.sharding import Mode, Unit
 from osdp.profiler.roofline import estimate
 from osdp.runtime.checkpoint import whole_state_dict
+from osdp.search.sharding import planner as planning
 from osdp.search.sharding.planner import Candidate, best_plan
 from osdp.search.sharding.solve import min_peak
 from tests.helpers.distributed import run
@@ -198,3 +199,19 @@ def meta_and_checkpoint() -> float:
 
 def test_models_on_meta_start_from_the_same_values() -> None:
     assert max(run(2, meta_and_checkpoint)) == 0.0
+
+
+def test_what_the_host_has_no_room_for_leaves_open_what_is_better(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of twice the batch the fastest plan does not fit the host, and none that offloads less was sought."""
+    model_desc, profile = random_model(0, 3, 2)
+    device = random_device(0, memory_limit=least_on_device(0) - 1)
+    candidates = [
+        Candidate(Training(local_batch=batch), replace(profile, local_batch=batch)) for batch in (2, 1)
+    ]
+    assert best_plan(model_desc, candidates, device, HOST_TOO).local_batch == 2
+    monkeypatch.setattr(
+        planning, "_host_bytes", lambda problem, found: 2.0**50 * (problem.profile.local_batch == 2)
+    )
+    plan = best_plan(model_desc, candidates, device, HOST_TOO)
+    assert plan.local_batch == 1 and not plan.optimal
+    assert any("proven to be within" in note for note in plan.notes)

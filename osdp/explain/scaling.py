@@ -6,7 +6,7 @@ that it reads and writes.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -218,12 +218,17 @@ def device_with_faster_links(device: DeviceInfo, factor: float) -> DeviceInfo:
 
 def profile_with_faster_compute(profile: Profile, factor: float) -> Profile:
     """A profile whose forward and backward passes take ``1 / factor`` of the time."""
+    return _with_passes(profile, lambda each: replace(each, seconds=each.seconds / factor))
 
-    def faster(each: PassProfile) -> PassProfile:
-        return replace(each, seconds=each.seconds / factor)
 
+def profile_with_faster_host(profile: Profile, factor: float) -> Profile:
+    """A profile whose kernels the host issues in ``1 / factor`` of the time."""
+    return _with_passes(profile, lambda each: replace(each, host_seconds=each.host_seconds / factor))
+
+
+def _with_passes(profile: Profile, changed: Callable[[PassProfile], PassProfile]) -> Profile:
     segments = tuple(
-        replace(segment, forward=faster(segment.forward), backward=faster(segment.backward))
+        replace(segment, forward=changed(segment.forward), backward=changed(segment.backward))
         for segment in profile.segments
     )
     return replace(profile, segments=segments)

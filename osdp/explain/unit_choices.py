@@ -8,8 +8,14 @@ from functools import cached_property
 from osdp.cost.sharding.problem import RootUnitCost
 from osdp.cost.sharding.simulate import StepEstimate, simulate_units
 from osdp.cost.sharding.solution import solution_root
+from osdp.cost.sharding.time import HOST
 from osdp.explain.rebuild import Rebuilt, rebuild, rebuild_with, rebuild_with_links
-from osdp.explain.scaling import device_with_faster_links, profile_at_batch, profile_with_faster_compute
+from osdp.explain.scaling import (
+    device_with_faster_links,
+    profile_at_batch,
+    profile_with_faster_compute,
+    profile_with_faster_host,
+)
 from osdp.hardware.device_info import DeviceInfo
 from osdp.plan.basis import Basis
 from osdp.plan.choices import choice_of
@@ -213,6 +219,7 @@ class _Gains:
     compute: float
     links: float
     optimizer: float
+    host: float
 
 
 def _gains(rebuilt: Rebuilt) -> _Gains:
@@ -222,7 +229,9 @@ def _gains(rebuilt: Rebuilt) -> _Gains:
         return outcome.seconds / faster.solution.outcome.seconds - 1
 
     profiles = tuple(profile_with_faster_compute(profile, 2) for profile in basis.profiles)
+    issued = tuple(profile_with_faster_host(profile, 2) for profile in basis.profiles)
     return _Gains(
+        host=gain(rebuild_with(rebuilt.plan, replace(basis, profiles=issued))),
         compute=gain(rebuild_with(rebuilt.plan, replace(basis, profiles=profiles))),
         links=gain(rebuild_with_links(rebuilt, device_with_faster_links(basis.device, 2))),
         optimizer=1 / (1 - outcome.optimizer_seconds / outcome.seconds / 2) - 1,
@@ -235,13 +244,17 @@ def _limits(rebuilt: Rebuilt, gains: _Gains) -> str:
     waiting = max(outcome.seconds - compute, 0.0)
     free = plan.memory_limit - outcome.peak
     parts = {"compute": gains.compute, "communication": gains.links, "the optimizer": gains.optimizer}
+    waits_for = "communication"
+    if HOST in (outcome.cut.forward, outcome.cut.backward):
+        parts["the host, which issues kernels"] = gains.host
+        waits_for = "the host" if plan.world_size == 1 else "communication and the host"
     if plan.world_size == 1:
         del parts["communication"]
     first, *others = sorted(parts, key=lambda name: -parts[name])
     rest = ", ".join(f"{name} twice as fast {parts[name]:.0%}" for name in others)
     return (
         f"{first}: if it were twice as fast, there would be {parts[first]:.0%} more throughput ({rest}); of "
-        f"a step compute and the optimizer take {compute / outcome.seconds:.0%}, waiting for communication "
+        f"a step compute and the optimizer take {compute / outcome.seconds:.0%}, waiting for {waits_for} "
         f"{format_seconds(waiting)} ({waiting / outcome.seconds:.0%}); {format_bytes(max(free, 0))} of the "
         "limit are free at the peak"
     )

@@ -67,6 +67,8 @@ def what_if(
     notes = [note for note in plan.notes if note.startswith(NOT_MEASURED)]
     if estimated:
         notes.append(f"{NOT_MEASURED}{'; '.join(estimated)}")
+    if found.global_batch != plan.global_batch and local_batch is None and microbatches is None:
+        notes.append(f"a step has {found.global_batch} samples, not {plan.global_batch}")
     return replace(found, notes=(*found.notes, *notes))
 
 

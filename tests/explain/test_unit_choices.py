@@ -136,3 +136,22 @@ def test_a_part_of_a_recomputed_block_tells_what_sharding_all_of_it_would_cost(
     (back,) = [o for o in told.units[0].alternatives if o.choice == f"{whole.mode} of the whole block"]
     assert back.step_seconds == pytest.approx(plan.predicted.step_seconds)
     assert back.peak_bytes == plan.predicted.peak_bytes
+
+
+def test_a_host_that_issues_too_slowly_is_told(planned: Callable[..., Plan]) -> None:
+    """Of a step that the host holds up, all that was not compute was waiting for communication."""
+    plan = planned(fraction=20.0, slices=(), recompute=False)
+    assert plan.basis is not None
+    profiles = tuple(
+        replace(
+            profile,
+            segments=tuple(
+                replace(each, forward=replace(each.forward, host_seconds=0.1)) for each in profile.segments
+            ),
+        )
+        for profile in plan.basis.profiles
+    )
+    basis = replace(plan.basis, profiles=profiles, device=replace(plan.basis.device, blocking=False))
+    limits = replace(plan, basis=basis).explain().limits
+    assert limits.startswith("the host, which issues kernels: if it were twice as fast")
+    assert "waiting for communication and the host" in limits

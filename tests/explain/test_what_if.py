@@ -240,3 +240,10 @@ def test_frontiers_rise_with_memory(planned: Callable[..., Plan]) -> None:
     assert found.here in [point.x for point in found.points]
     assert {point.x for point in batch_frontier(plan).points} >= {1, 2, 4}
     assert [point.x for point in ranks_frontier(plan).points] == [2, 4, 8, 16]
+
+
+def test_another_number_of_samples_is_told(planned: Callable[..., Plan]) -> None:
+    plan = planned(fraction=20.0, slices=(), recompute=False)
+    more = what_if(plan, ranks=2 * plan.dp)
+    assert f"a step has {2 * plan.global_batch} samples, not {plan.global_batch}" in more.notes
+    assert not any("samples, not" in note for note in what_if(plan, bandwidth=1e8).notes)
