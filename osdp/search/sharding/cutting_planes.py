@@ -142,6 +142,8 @@ class CuttingPlaneSearch:
         #: Widths to try after a first look at the same rows.
         self._last_word = LAST_WORD[len(FIRST_LOOK) :] + (SMALL_WORD,) * (self._space.num_items <= _SMALL)
         self._width = self._last_word[-1]
+        #: Seconds that a round of this width may take; 0 if none is known.
+        self._expected = 0.0
         self._duals: dict[tuple[int, int], DualPrices | None] = {}
         self._times: dict[CriticalMoment, tuple[Floats, float]] = {}
         self._moments: dict[PeakMoment, tuple[Floats, float]] = {}
@@ -199,8 +201,11 @@ class CuttingPlaneSearch:
                 self.bound = upper
                 return None
             if best is None and deadline.is_set:
-                best = self.tightened(upper, deadline.share(2))
-                if best is None and np.isinf(self.bound):
+                # Where memory decides block by block, rounds find hardly more than these.
+                best = self.tightened(upper, deadline)
+                if best is not None:
+                    return best
+                if np.isinf(self.bound):
                     self.impossible = True
                     return None
             if best is None or not deadline.is_set:
@@ -235,12 +240,13 @@ class CuttingPlaneSearch:
                 best, upper = better, better[0].seconds
             if not agrees:
                 widths = FIRST_LOOK
-            elif widths == FIRST_LOOK:
-                widths = (self._width,)
             else:
-                # Twice the width takes four to six times as long.
-                self.ended = self._width == _WIDEST or 6 * (left - deadline.left) > deadline.left
-                self._width *= 2
+                if widths != FIRST_LOOK:
+                    # Twice the width takes four to six times as long.
+                    self._expected = 6 * (left - deadline.left)
+                    self.ended = self._width == _WIDEST
+                    self._width *= 2
+                self.ended |= self._expected > deadline.left
                 widths = (self._width,)
         return best
 

@@ -38,7 +38,8 @@ from osdp.search.sharding.candidates import CandidateUnits
 from osdp.search.sharding.chain.solver import ItemShape, cheapest_from_start, cheapest_to_end
 
 #: Steps in which the items before a unit may keep more than they must; with more of them bounds hardly rise.
-_STEPS = 5
+#: For GPT-3 on 64 devices, 3 samples each: 46.26 s with 5 of them, 46.545 with 24, 46.547 with 120.
+_STEPS = 24
 #: States of a place in a chain: step, whether a large unit is before, whether one is behind.
 _SHAPE = (_STEPS + 1, 2, 2)
 _STATES = 4 * (_STEPS + 1)
