@@ -5,6 +5,7 @@ neighbour gives one item, or all items that are alike, the units of another item
 in a plan that was simulated before, or in an initial plan. The sweep is deterministic and bounded.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 
@@ -24,7 +25,7 @@ Pattern = tuple[int, UnitTuples]
 
 #: Maximum number of plans that are simulated.
 LOOKS = 160
-#: By how much a step may be slower, relatively, for fewer buckets, where links are not as fast as told.
+#: By how much a step may be slower, relatively, for fewer buckets, where links are faster beside compute.
 _REGRET = 0.01
 
 
@@ -177,13 +178,14 @@ def share_buckets(
     may_be_as_fast: MayBeAsFast | None = None,
     *,
     limit: float,
-    corners: Sequence[tuple[ShardingProblem, RootUnitCost]] = (),
+    faster: tuple[ShardingProblem, RootUnitCost] | None = None,
 ) -> tuple[StepEstimate, UnitTuples]:
     """Join neighbouring units of whole parameters, across blocks too, where the step is no slower and fits.
 
     This makes fewer, larger all-reduces; the price is memory earlier in backward and a later start. Where the
-    link has no pause, by the prediction, the last bucket may be as large as it likes: on a faster link all of
-    it is waited for. A mixture of experts whose first half was joined took 5 to 8 % longer for that.
+    link has no pause, by the prediction, the last bucket may be as large as it likes; where compute takes
+    longer than was measured, all of it is waited for. A mixture of experts whose first half was joined took
+    5 to 8 % longer for that.
 
     Args:
         problem: The step to plan.
@@ -192,11 +194,11 @@ def share_buckets(
         outcome: The simulated step of ``chosen``.
         may_be_as_fast: Judges whether a plan is no slower; by default its seconds do.
         limit: Bytes per device.
-        corners: The step with links that are faster or slower, and the costs of what is outside the chain
+        faster: The step with links that are faster beside compute, and the costs of what is outside the chain
             there, where a joint may cost no more than :data:`_REGRET`.
     """
     units, place = list(chosen), 0
-    least = [simulate_units(other, chosen, there).seconds for other, there in corners]
+    least = math.inf if faster is None else simulate_units(faster[0], chosen, faster[1]).seconds
     for _ in range(LOOKS):
         while place + 1 < len(units) and not _share(units[place][2], units[place + 1][2]):
             place += 1
@@ -210,12 +212,11 @@ def share_buckets(
         if seen.peak > limit or not no_slower:
             place += 1
             continue
-        ends = [simulate_units(other, trial, there).seconds for other, there in corners]
-        if any(end > (1 + _REGRET) * known for end, known in zip(ends, least, strict=True)):
+        there = 0.0 if faster is None else simulate_units(faster[0], trial, faster[1]).seconds
+        if there > (1 + _REGRET) * least:
             place += 1
             continue
-        outcome, units = seen, list(trial)
-        least = [min(each) for each in zip(ends, least, strict=True)]
+        outcome, units, least = seen, list(trial), min(least, there)
     return outcome, tuple(units)
 
 

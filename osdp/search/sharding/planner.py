@@ -16,7 +16,7 @@ from osdp.cost.sharding.simulate import simulate_step, simulate_units
 from osdp.cost.sharding.solution import ShardingSolution, solution_root
 from osdp.cost.sharding.strategies import NO_SHARD, SHARD_OPTIMIZER, UnitMode, UnitStrategy
 from osdp.cost.sharding.time import passes
-from osdp.cost.spread import bandwidth_corners, simulate_at, spread_corners, step_spread
+from osdp.cost.spread import simulate_at, spread_corners, step_spread, with_faster_links
 from osdp.errors import InfeasibleError, LargeOperator
 from osdp.hardware.device_info import DeviceInfo
 from osdp.hardware.profile import Profile
@@ -290,8 +290,9 @@ def with_shared_buckets(
     if not found.units:
         return found
     root, limit = solution_root(problem, found), problem.device.memory_limit if limit is None else limit
-    corners = [(each, solution_root(each, found)) for each in bandwidth_corners(problem)]
-    share = partial(share_buckets, problem, root, limit=limit, corners=corners)
+    faster = with_faster_links(problem)
+    at_faster = faster, solution_root(faster, found)
+    share = partial(share_buckets, problem, root, limit=limit, faster=at_faster)
     outcome, units = share(found.units, found.outcome, may_be_as_fast)
     for other in side_by_side(problem, found.units):
         start = simulate_units(problem, other, root)

@@ -17,6 +17,7 @@ from osdp.cost.sharding.problem import build_problem, cost_root
 from osdp.cost.sharding.simulate import simulate_units
 from osdp.cost.sharding.solution import ShardingSolution
 from osdp.cost.sharding.strategies import NO_SHARD, SHARD_GRAD_OP
+from osdp.cost.spread import with_faster_links
 from osdp.errors import InfeasibleError
 from osdp.hardware.device_info import COLLECTIVES, DeviceInfo, Link
 from osdp.hardware.profile import PassProfile, Profile, SegmentProfile
@@ -424,3 +425,28 @@ def test_equal_blocks_change_places_so_that_those_in_buckets_are_neighbours() ->
     assert joined.outcome.seconds < outcome.seconds
     kinds = Counter(strategy for a, b, strategy in joined.units for _ in range(a, b))
     assert kinds == Counter(strategy for _, _, strategy in units)
+
+
+def test_buckets_are_not_joined_where_slower_compute_would_wait_for_them() -> None:
+    """A link without a pause, by the prediction, let the first half of a model be one bucket."""
+    waited = 0
+    for seed in range(6):
+        model_desc, profile = random_model(seed, 8, 2)
+        bytes_of_all = sum(operator.nbytes for operator in model_desc.operators)
+        compute = sum(each.forward.seconds + each.backward.seconds for each in profile.segments)
+        links = tuple(Link(name, "world", 4, 1e-4, bytes_of_all / compute / 4) for name in COLLECTIVES)
+        device = DeviceInfo(memory_limit=2**40, devices_per_node=4, links=links, overlap=1.0, blocking=True)
+        problem = build_problem(model_desc, profile, device, Training())
+        outside = tuple(problem.timeline.root)
+        root = cost_root(problem, (), outside, has_unit=False)
+        units = tuple((index, index + 1, NO_SHARD) for index in range(len(problem.timeline.chain)))
+        outcome = simulate_units(problem, units, root)
+        found = ShardingSolution(units, (), outside, (), outcome, num_rows=0, bound=0.0)
+        joined = planning.with_shared_buckets(problem, found)
+        assert len(joined.units) < len(units) and joined.outcome.seconds <= outcome.seconds
+        _, eager = share_buckets(problem, root, units, outcome, limit=2**40)
+        faster = with_faster_links(problem)
+        there = [simulate_units(faster, each, root).seconds for each in (units, joined.units, eager)]
+        assert there[1] <= 1.01 * min(there)
+        waited += there[2] > 1.02 * there[1]
+    assert waited
