@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from osdp.arrays import Bools, Floats
+from osdp.arrays import Bools, Floats, Ints
 from osdp.cost.matrix_steps import state_bytes
 from osdp.hardware.device_info import DeviceInfo
 from osdp.hardware.profile import OptimizerProfile
@@ -95,19 +95,10 @@ class SlicedCosts:
         # Where the profile was taken in slices, a slice's gradient is already among the activations.
         made = np.where(self.in_profile[k], 0.0, whole)
         scattering = np.where(trains, made + reduced * (1 + share + reduce.by_exchange), 0.0)
-        # Beside it, if that was not profiled: what a slice adds to the output; in backward the sum of the
-        # input's gradient, which is in float32 at least, and what a slice adds to it (osdp.nn.functional).
-        told, element = ~self.in_profile[k], self.element[k]
-        inputs = told * self.rows[k] * self.features[k]
-        looks_up, narrow = self.looks_up[k], (element > 0) & (element < _FLOAT32)
-        added = element * np.where(looks_up, inputs, told * self.rows[k] * width)
-        # On CPUs torch widens the whole of a tensor that it adds to one in float32.
-        widened = 2 * _FLOAT32 if device.kind == "cpu" else _FLOAT32
-        summing = np.where(self.in_backward[k] & narrow, widened * inputs, 0.0)
-        summed = np.where(self.in_backward[k] & narrow, (_FLOAT32 - element) * inputs, 0.0)
-        # Of a table, the rows' gradients once more, before what they add up to is reduced.
-        looked_up = np.where(looks_up & trains, made + element * inputs, 0.0)
-        scattering = np.maximum(scattering + summed, looked_up)
+        added, summing, summed, looked_up = self._sums(k, width, device)
+        scattering = np.maximum(
+            scattering + summed, np.where(trains, looked_up + made * (looked_up > 0), 0.0)
+        )
         # 2. Bytes of slices alive at a time. The longer slices come first
         # (osdp.plan.shard_math.slice_bounds), the kept ones last.
         base, longer = np.divmod(self.size[k], count)
@@ -162,6 +153,32 @@ class SlicedCosts:
             kept=chosen(kept, units.kept),
             slice_forward=chosen(forward, zero),
             slice_regather=chosen(regather_seconds * self.in_backward[k], zero),
+        )
+
+    def _sums(self, k: Ints, width: Floats, device: DeviceInfo) -> tuple[Floats, Floats, Floats, Floats]:
+        """Bytes beside slices of operators ``k`` that were profiled in one piece (:mod:`osdp.nn.functional`).
+
+        Args:
+            k: The operators, ``(U,)``.
+            width: Length of the widest slice of each, ``(U,)``.
+            device: The devices.
+
+        Returns:
+            What a slice adds to the output; in backward the sum of the input's gradient, which is in float32
+            at least, with what a slice adds to it; what is left of that beside a slice's own gradient; and of
+            a table the rows' gradients once more, before what they add up to is reduced.
+        """
+        told, element = ~self.in_profile[k], self.element[k]
+        inputs = told * self.rows[k] * self.features[k]
+        looks_up, narrow = self.looks_up[k], (element > 0) & (element < _FLOAT32)
+        narrow &= self.in_backward[k]
+        # On CPUs torch widens the whole of a tensor that it adds to one in float32.
+        widened = 2 * _FLOAT32 if device.kind == "cpu" else _FLOAT32
+        return (
+            element * np.where(looks_up, inputs, told * self.rows[k] * width),
+            np.where(narrow, widened * inputs, 0.0),
+            np.where(narrow, (_FLOAT32 - element) * inputs, 0.0),
+            np.where(looks_up, element * inputs, 0.0),
         )
 
 

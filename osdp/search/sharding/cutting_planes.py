@@ -259,7 +259,7 @@ class CuttingPlaneSearch:
         """
         if self.is_proven(upper) or deadline.is_over or not self._space.num_items or np.isinf(self._limit):
             return None
-        chains = FittingChains.of(self._costed.needs, self._root, self._limit)
+        chains = self.chains or FittingChains.of(self._costed.needs, self._root, self._limit)
         if not chains.any_fits:
             self.bound = upper
             return None
