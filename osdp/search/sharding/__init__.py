@@ -7,6 +7,7 @@ Start at :mod:`osdp.search.sharding.planner`, then :func:`osdp.search.sharding.s
 - ``solve``: the best units under one limit, with a proven bound
 - ``root_unit``: which operators may be in the root's unit
 - ``cutting_planes``: a few moments at a time, until the simulated peak fits
+- ``known_rows``: the moments that were found, as rows over candidates
 - ``chain``: the best path along a chain under several limits
 - ``initial_plans``: simple plans to start from
 - ``local_search``: better neighbours of a plan

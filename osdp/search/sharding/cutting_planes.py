@@ -15,12 +15,10 @@ import numpy as np
 
 from osdp.arrays import Floats, Ints
 from osdp.cost.sharding.memory import PeakMoment
-from osdp.cost.sharding.peaks import mildest_violation
 from osdp.cost.sharding.problem import RootUnitCost, ShardingProblem
-from osdp.cost.sharding.rows import memory_row
-from osdp.cost.sharding.simulate import StepEstimate, cost_spans, simulate_units
+from osdp.cost.sharding.simulate import StepEstimate, simulate_units
 from osdp.cost.sharding.strategies import UnitSpan
-from osdp.cost.sharding.time import CriticalMoment, time_row
+from osdp.cost.sharding.time import CriticalMoment
 from osdp.cost.sharding.unit_costs import cost_units
 from osdp.cost.sharding.units import UnitCosts
 from osdp.plan.search_options import SearchOptions
@@ -40,12 +38,10 @@ from osdp.search.sharding.chain.solver import (
     solve_chain,
 )
 from osdp.search.sharding.initial_plans import best_initial_plan
+from osdp.search.sharding.known_rows import KnownRows, Prices, StackedRows
 from osdp.search.sharding.local_search import Pattern, improve_locally, patterns_of
 
 MasterSolver = Callable[[ChainProblem, float, Sequence[int], DualPrices | None], ChainSolution]
-
-#: Moments that decide a step, with their dual prices: seconds of the step for each second, or byte.
-Prices = dict[CriticalMoment | PeakMoment, float]
 
 #: Chains of at most this many items are small: for them the search may be wider still.
 _SMALL = 6
@@ -130,13 +126,13 @@ class CuttingPlaneSearch:
         solver: MasterSolver,
     ) -> None:
         self._problem, self._root, self._limit, self._solver = problem, root, limit, solver
-        self._costed, self._space, self._candidates = candidates, candidates.space, candidates.units
+        self._costed, self._space = candidates, candidates.space
         self.bound = 0.0
         #: Whether no wider search is made.
         self.ended = False
         #: Whether it is proven that nothing fits.
         self.impossible = False
-        self._needed: set[CriticalMoment | PeakMoment] = set()
+        self._rows = KnownRows(problem, root, limit, candidates.units)
         #: Patterns of items in the answers so far, feasible or not.
         self._patterns: dict[Pattern, None] = {}
         #: Widths to try after a first look at the same rows.
@@ -145,8 +141,6 @@ class CuttingPlaneSearch:
         #: Seconds that a round of this width may take; 0 if none is known.
         self._expected = 0.0
         self._duals: dict[tuple[int, int], DualPrices | None] = {}
-        self._times: dict[CriticalMoment, tuple[Floats, float]] = {}
-        self._moments: dict[PeakMoment, tuple[Floats, float]] = {}
         #: The moments that decide, by the best bound so far.
         self.prices: Prices = {}
         #: All chains that may fit, if they were needed.
@@ -156,10 +150,9 @@ class CuttingPlaneSearch:
         """Raise :attr:`bound` by what decides another choice of root, of which nothing is searched."""
         prices = other.prices
         for name in (CriticalMoment(), PeakMoment("step"), *prices):
-            self._know(name)
-        rows, constant, caps, times = self._all_rows()
-        weights = self._weights(prices)
-        problem = chain_problem(self._space, rows, constant, caps, times)
+            self._rows.know(name)
+        rows, weights = self._rows.stacked(), self._rows.weights(prices)
+        problem = self._chain_problem(rows)
         duals = DualPrices(weights, np.zeros((self._space.num_items, len(weights))))
         # Without widths nothing is searched: the bound is that of the cheapest path of each kind.
         self.bound = min(upper, max(self.bound, solve_chain(problem, upper, (), duals).bound))
@@ -168,12 +161,12 @@ class CuttingPlaneSearch:
         if chains is None or other._costed is not costed or self.bound >= upper:
             return
         if holds_no_less(costed.needs, self._root, other._root):
-            self.bound = min(upper, max(self.bound, self._scaled(chains, weights, times)[0]))
+            self.bound = min(upper, max(self.bound, self._scaled(chains, weights)[0]))
 
     @property
     def num_rows(self) -> int:
         """Number of rows: of moments at which time or memory may be decided."""
-        return len(self._times) + len(self._moments)
+        return len(self._rows)
 
     def fastest(
         self, upper: float, deadline: Deadline = NO_DEADLINE
@@ -186,9 +179,9 @@ class CuttingPlaneSearch:
             # Bounded already, by what decides another choice.
             return None
         # 1. The bound by device time and the optimizer step alone: often enough to give up.
-        self._know(CriticalMoment())
-        self._know(PeakMoment("step"))
-        probe = self._relaxed(list(self._times.values()), list(self._moments.values()), upper, ())
+        self._rows.know(CriticalMoment())
+        self._rows.know(PeakMoment("step"))
+        probe = self._relaxed(upper, ())
         self.bound = min(upper, max(self.bound, probe.bound))
         if self.bound >= upper:
             return None
@@ -215,7 +208,7 @@ class CuttingPlaneSearch:
                 best = min(filter(None, (best, seed)), key=lambda plan: plan[0].seconds, default=None)
         if best is not None:
             upper = best[0].seconds
-            self._cut_time(best[0].cut)
+            self._rows.add(best[0].cut)
         # 3. Rounds of cuts: solve, simulate, add rows; widen the search when it agrees with the simulator.
         widths, rounds, looks = FIRST_LOOK, 0, 0
         while rounds < _LAST_ROUNDS and (looks < most_looks or np.isinf(upper)):
@@ -265,25 +258,23 @@ class CuttingPlaneSearch:
             return None
         self.chains = chains
         best = None
-        rows, constant, caps, times = self._all_rows()
-        duals = self._dual_prices(rows, constant, caps, times)
+        duals = self._dual_prices(self._rows.stacked())
         if duals is None:
             self.bound = upper
             return None
-        self.prices = self._named(duals.weights)
+        self.prices = self._rows.named(duals.weights)
         columns: list[Ints] = []
         for _ in range(_CHAIN_ROUNDS):
             if deadline.is_over or self.is_proven(upper):
                 break
             # What no chain that beats the best plan takes need not be looked at again.
-            rows, constant, caps, times = self._all_rows()
-            priced = self._weights(self.prices)
-            room = constant - np.where(np.isfinite(caps), caps, 0.0)
-            chains = chains.within(rows @ priced, upper * float(priced[:times].sum()) - float(room @ priced))
+            rows, priced = self._rows.stacked(), self._rows.weights(self.prices)
+            seconds = float(priced[: rows.times].sum())
+            chains = chains.within(rows.rows @ priced, upper * seconds - float(rows.room @ priced))
             if not chains.any_fits:
                 self.bound = upper
                 break
-            bound, priced = self._scaled(chains, priced, times)
+            bound, priced = self._scaled(chains, priced)
             self._raise(bound, priced, upper)
             if self.is_proven(upper):
                 break
@@ -295,13 +286,13 @@ class CuttingPlaneSearch:
                 units = tuple(self._space.spans(column))
                 self._patterns |= dict.fromkeys(patterns_of(self._space.bounds, units))
                 outcome = simulate_units(self._problem, units, self._root)
-                if outcome.peak > self._limit and outcome.moment not in self._moments:
-                    self._cut_moment(outcome.moment)
+                if outcome.peak > self._limit:
+                    self._rows.know(outcome.moment)
                 if outcome.peak <= self._limit and outcome.seconds < upper:
                     best, upper = (outcome, units), outcome.seconds
-                if outcome.cut not in self._times:
-                    self._cut_time(outcome.cut)
-            near = self._nearly_fitting(chains, rows[:, :times] @ priced[:times], upper, deadline)
+                self._rows.know(outcome.cut)
+            times = slice(rows.times)
+            near = self._nearly_fitting(chains, rows.rows[:, times] @ priced[times], upper, deadline)
             if near is not None:
                 best, upper = near, near[0].seconds
             if self.num_rows == known:
@@ -334,24 +325,24 @@ class CuttingPlaneSearch:
                 if margin == 0:
                     break
             else:
-                self._know(outcome.moment)
+                self._rows.know(outcome.moment)
                 # First by what is missing.
                 low = margin + outcome.peak - self._limit if np.isinf(high) else margin
         return best
 
-    def _scaled(self, chains: FittingChains, priced: Floats, times: int) -> tuple[float, Floats]:
+    def _scaled(self, chains: FittingChains, priced: Floats) -> tuple[float, Floats]:
         """The best bound by multiples of the prices of memory, and the prices that give it."""
-        rows, constant, caps, _ = self._all_rows()
-        room = constant - np.where(np.isfinite(caps), caps, 0.0)
+        rows = self._rows.stacked()
         tried = np.repeat(priced[None], len(_MULTIPLES), axis=0)  # (multiples, rows)
-        tried[:, times:] *= np.array(_MULTIPLES)[:, None]
-        found = (chains.least_sums(tried @ rows.T) + tried @ room) / max(float(priced[:times].sum()), 1e-30)
+        tried[:, rows.times :] *= np.array(_MULTIPLES)[:, None]
+        seconds = max(float(priced[: rows.times].sum()), 1e-30)
+        found = (chains.least_sums(tried @ rows.rows.T) + tried @ rows.room) / seconds
         best = int(np.argmax(found))
         return float(found[best]), tried[best]
 
     def _raise(self, bound: float, weights: Floats, upper: float) -> None:
         if bound > self.bound:
-            self.bound, self.prices = min(upper, bound), self._named(weights)
+            self.bound, self.prices = min(upper, bound), self._rows.named(weights)
 
     def _relaxed_chains(
         self, chains: FittingChains, columns: list[Ints], priced: Floats, deadline: Deadline
@@ -366,10 +357,10 @@ class CuttingPlaneSearch:
             priced: Prices that are nearly those of the bound, shape ``(R,)``.
             deadline: When to stop.
         """
-        rows, constant, caps, times = self._all_rows()
-        room = constant - np.where(np.isfinite(caps), caps, 0.0)
+        stacked = self._rows.stacked()
+        rows, room, times, limited = stacked.rows, stacked.room, stacked.times, np.isfinite(stacked.caps)
         totals = [rows[column].sum(axis=0) for column in columns]
-        bound, best = 0.0, np.eye(1, len(constant))[0]
+        bound, best = 0.0, np.eye(1, len(room))[0]
 
         def price(weights: Floats) -> Floats:
             nonlocal bound, best
@@ -385,20 +376,20 @@ class CuttingPlaneSearch:
                 bound, best = float((total + room) @ weights) / seconds, weights.copy()
             return np.asarray(total[None])
 
-        for known in (priced, np.where(np.isfinite(caps), 0.0, priced)):
+        for known in (priced, np.where(limited, 0.0, priced)):
             price(known)
         relaxed = relax(
             price,
             np.ones(1),
-            constant,
-            caps,
+            stacked.constant,
+            stacked.caps,
             times,
             known=[total[None] for total in totals],
             ends=lambda value: bound >= value * (1 - _MIXED_ENOUGH),
         )
         # Mixtures are of chains that take too much and too little. Those that fit lie between.
         for factor in () if deadline.is_over else _DEARER:
-            dearer = np.where(np.isfinite(caps), factor * relaxed.weights, relaxed.weights)
+            dearer = np.where(limited, factor * relaxed.weights, relaxed.weights)
             columns.append(chains.cheapest(rows @ dearer))
         return bound, best
 
@@ -413,7 +404,7 @@ class CuttingPlaneSearch:
 
         If it does not, rows are added.
         """
-        found = self._relaxed(list(self._times.values()), list(self._moments.values()), upper, widths)
+        found = self._relaxed(upper, widths)
         self.bound = min(upper, max(found.bound, self.bound))
         outcome = found.outcome
         if outcome is None:
@@ -423,11 +414,11 @@ class CuttingPlaneSearch:
         if fits and outcome.seconds <= found.value * (1 + 2 * TOLERANCE):
             return better, True
         # Add one or two moments at a time: every further row makes equal items different.
-        progress = outcome.seconds > found.value and self._cut_time(outcome.cut)
+        progress = outcome.seconds > found.value and self._rows.add(outcome.cut)
         if not fits:
-            progress |= self._cut_moment(outcome.moment)
+            progress |= self._rows.add(outcome.moment)
             if outcome.peak <= _NEAR * self._limit:
-                self._cut_mildest(found.chosen)
+                self._rows.add_mildest(found.chosen)
         if not progress:
             raise RuntimeError(
                 f"the rows and the simulated step disagree at {outcome.moment} and {outcome.cut}"
@@ -437,14 +428,14 @@ class CuttingPlaneSearch:
     def _anything_that_fits(self) -> tuple[StepEstimate, tuple[UnitSpan, ...]] | None:
         """Feasible units, if a few rounds find any; sets :attr:`impossible` if there are provably none."""
         for _ in range(_PROOF_ROUNDS if np.isfinite(self._limit) else 0):
-            found = self._relaxed(list(self._moments.values()), [], np.inf, FIRST_LOOK)
+            found = self._relaxed(np.inf, FIRST_LOOK, of_peak=True)
             self.impossible = found.bound > self._limit
             outcome = found.outcome
             if self.impossible or outcome is None:
                 break
             if outcome.peak <= self._limit:
                 return outcome, found.chosen
-            if not self._cut_moment(outcome.moment):
+            if not self._rows.add(outcome.moment):
                 break
         return None
 
@@ -470,14 +461,14 @@ class CuttingPlaneSearch:
 
         The search also stops when it is proven that no peak is as low as ``enough``.
         """
-        self._cut_moment(PeakMoment("step"))
+        self._rows.add(PeakMoment("step"))
         best = best_initial_plan(self._problem, self._space, self._root, np.inf, lowest_peak=True)
         if best is None:
             raise RuntimeError("no initial plan was found although there is no memory limit")
         patience = _MIN_PEAK_ROUNDS
         while True:
             upper = best[0].peak
-            found = self._relaxed(list(self._moments.values()), [], upper, (*FIRST_LOOK, *self._last_word))
+            found = self._relaxed(upper, (*FIRST_LOOK, *self._last_word), of_peak=True)
             outcome = found.outcome
             if outcome is None:
                 return best
@@ -488,95 +479,37 @@ class CuttingPlaneSearch:
                 return best
             if best[0].peak <= enough or found.bound > enough > 0:
                 return best
-            if not self._cut_moment(outcome.moment):
+            if not self._rows.add(outcome.moment):
                 raise RuntimeError(f"the rows and the simulated step disagree at {outcome.moment}")
 
-    def _know(self, name: CriticalMoment | PeakMoment) -> None:
-        """Have its row, which later problems need not keep."""
-        if isinstance(name, PeakMoment):
-            if name not in self._moments:
-                self._cut_moment(name)
-        elif name not in self._times:
-            self._cut_time(name)
-
-    def _named(self, weights: Floats) -> Prices:
-        """Prices of all rows by their moments, in seconds of the step."""
-        seconds = float(weights[: len(self._times)].sum())
-        priced = zip(self._names, weights, strict=True)
-        return {name: float(each) / seconds for name, each in priced if each > 0}
-
-    @property
-    def _names(self) -> list[CriticalMoment | PeakMoment]:
-        """The moments of all rows, in their order."""
-        return [*self._times, *self._moments]
-
-    def _weights(self, prices: Prices) -> Floats:
-        """Prices of all rows, shape ``(R,)``, by their moments."""
-        return np.array([prices.get(name, 0.0) for name in self._names])
-
-    def _cut_time(self, cut: CriticalMoment) -> bool:
-        if cut in self._times:
-            return self._need(cut)
-        self._times[cut] = time_row(self._problem, self._candidates, self._root, cut)
-        return True
-
-    def _need(self, name: CriticalMoment | PeakMoment) -> bool:
-        """Keep a known row in every later problem: another arrangement of equal items may violate it."""
-        if name in self._needed:
-            return False
-        self._needed.add(name)
-        return True
-
-    def _cut_moment(self, moment: PeakMoment) -> bool:
-        if moment in self._moments:
-            return self._need(moment)
-        self._moments[moment] = memory_row(self._problem, self._candidates, self._root, moment)
-        return True
-
-    def _cut_mildest(self, chosen: tuple[UnitSpan, ...]) -> None:
-        """Add the moment at the other end of many equal items that are too high.
-
-        Adding the highest moments one by one would take many rounds.
-        """
-        units = cost_spans(self._problem, chosen)
-        moment = mildest_violation(self._problem, units, self._root, self._limit)
-        if moment is not None and moment not in self._moments:
-            self._cut_moment(moment)
-
-    def _relaxed(
-        self,
-        objectives: list[tuple[Floats, float]],
-        bounded: list[tuple[Floats, float]],
-        upper: float,
-        widths: tuple[int, ...],
-    ) -> "_Relaxed":
-        """The best units under the rows so far, with their simulated step."""
+    def _relaxed(self, upper: float, widths: tuple[int, ...], *, of_peak: bool = False) -> "_Relaxed":
+        """The best units under the rows so far, with their simulated step; with ``of_peak`` the smallest."""
         # 1. Dual costs of all rows, by the linear relaxation.
-        rows, constant, caps, times = self._stacked(objectives, bounded)
-        duals = self._dual_prices(rows, constant, caps, times)
+        rows = self._rows.stacked(of_peak=of_peak)
+        duals = self._dual_prices(rows)
         if duals is None:
             self.impossible = True
             return _Relaxed(np.inf, upper)
         # 2. Solve under the active rows. A row of price zero only makes equal items different: it is added,
         #    to stay, when an answer violates it.
-        names = self._names if bounded else [*self._moments]
-        if bounded:
-            self.prices = self._named(duals.weights)
-        active = [k for k, name in enumerate(names) if duals.weights[k] > 0 or k == 0 or name in self._needed]
+        names, needed = self._rows.names(of_peak=of_peak), self._rows.needed
+        if not of_peak:
+            self.prices = self._rows.named(duals.weights)
+        active = [k for k, name in enumerate(names) if duals.weights[k] > 0 or k == 0 or name in needed]
         while True:
-            num_times = sum(row < times for row in active)
-            problem = chain_problem(self._space, rows[:, active], constant[active], caps[active], num_times)
+            problem = self._chain_problem(rows.part(active))
             solution = self._solver(problem, upper, widths, duals.of_rows(active))
             if solution.paths is None:
                 return _Relaxed(solution.value, solution.bound)
             index = np.array(candidates_of(self._space, solution.paths), dtype=np.int64)
-            reached = rows[index].sum(axis=0) + constant
-            excess = reached / np.where(np.isfinite(caps), caps, solution.value * (1 + TOLERANCE))
+            reached = rows.rows[index].sum(axis=0) + rows.constant
+            most = solution.value * (1 + TOLERANCE)
+            excess = reached / np.where(np.isfinite(rows.caps), rows.caps, most)
             excess[active] = 0.0
             worst = int(np.argmax(excess))
             if excess[worst] <= 1:
                 break
-            self._needed.add(names[worst])
+            needed.add(names[worst])
             active = sorted([*active, worst])
         # 3. The rows do not see the order of equal items, the simulator does: take the best arrangement.
         options = [self._simulated(paths) for paths in arrangements(problem.kinds, solution.paths)]
@@ -584,25 +517,16 @@ class CuttingPlaneSearch:
         self._patterns |= dict.fromkeys(patterns_of(self._space.bounds, chosen))
         return _Relaxed(solution.value, solution.bound, chosen, outcome)
 
-    def _dual_prices(self, rows: Floats, constant: Floats, caps: Floats, times: int) -> DualPrices | None:
-        """Dual prices of what :meth:`_stacked` returns, by the linear relaxation."""
+    def _dual_prices(self, rows: StackedRows) -> DualPrices | None:
+        """Dual prices of rows, by the linear relaxation."""
         # Rows are only ever added, so their numbers identify them.
-        key = times, len(constant) - times
+        key = rows.times, len(rows.constant) - rows.times
         if key not in self._duals:
-            self._duals[key] = relaxation(chain_problem(self._space, rows, constant, caps, times))
+            self._duals[key] = relaxation(self._chain_problem(rows))
         return self._duals[key]
 
-    def _all_rows(self) -> tuple[Floats, Floats, Floats, int]:
-        return self._stacked(list(self._times.values()), list(self._moments.values()))
-
-    def _stacked(
-        self, objectives: list[tuple[Floats, float]], bounded: list[tuple[Floats, float]]
-    ) -> tuple[Floats, Floats, Floats, int]:
-        """All rows ``(E, R)``, their constants and caps ``(R,)``, and the number of times among them."""
-        rows = np.stack([row for row, _ in (*objectives, *bounded)], axis=1)
-        constant = np.array([constant for _, constant in (*objectives, *bounded)])
-        caps = np.array([np.inf] * len(objectives) + [self._limit] * len(bounded))
-        return rows, constant, caps, len(objectives)
+    def _chain_problem(self, rows: StackedRows) -> ChainProblem:
+        return chain_problem(self._space, rows.rows, rows.constant, rows.caps, rows.times)
 
     def _simulated(self, paths: Sequence[Sequence[int]]) -> tuple[tuple[UnitSpan, ...], StepEstimate]:
         """Units of the paths through all items, and their simulated step."""
