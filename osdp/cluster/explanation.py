@@ -37,6 +37,7 @@ class ClusterReport:
         candidates: Number of layouts in the space.
         basis: Assumptions of the estimates.
         steps: Steps of the whole training; ``None`` if unknown.
+        certain: Whether only layouts that are certain to fit were taken.
     """
 
     plan: ClusterPlan
@@ -50,6 +51,7 @@ class ClusterReport:
     candidates: int
     basis: str
     steps: int | None = None
+    certain: bool = False
 
     @property
     def priced(self) -> bool:

@@ -85,6 +85,8 @@ class Workload:
             Otherwise they gather all of them first (Llama Team, arXiv:2407.21783, section 3.3.2).
         sequence_parallel: Whether norms, dropouts and residuals are split over the tensor-parallel ranks
             (Korthikanti et al., arXiv:2205.05198); each then sends its part alone to the next stage.
+        regathers_inputs: Whether ranks then keep their part of a product's input and gather it again for the
+            backward, as Megatron-LM does. Otherwise they keep it as gathered, as DTensor does.
         split_sends: Whether each tensor-parallel rank sends its part of a message to the next stage, whose
             ranks gather the parts over their own links (Narayanan et al., SC 2021, section 4.1). DeepSpeed
             does so, and Megatron-LM did at that time; its core sends the whole (p2p_communication.py). Not
@@ -106,7 +108,7 @@ class Workload:
             more than those of a layer and the next.
         reduces_in_stages: Whether gradients that are sharded are reduced in every microbatch of a pipeline,
             and weights that are sharded gathered for it. Otherwise a rank of several stages keeps both whole
-            for a step.
+            for a step, and reduces all gradients when its last backward has ended.
         whole_reductions: Whether gradients that are sharded (ZeRO 1 and 2) are all-reduced, of which each
             rank takes its part, rather than reduce-scattered.
         gathers_each_microbatch: Whether weights that stay gathered from a forward to its backward (ZeRO 2)
@@ -143,6 +145,7 @@ class Workload:
     flash: bool = True
     ring_attention: bool = True
     sequence_parallel: bool = False
+    regathers_inputs: bool = True
     split_sends: bool = False
     send_overlap: float = 0.0
     dropout: bool | None = None
@@ -413,14 +416,17 @@ class ClusterPlan(Savable):
 
     @property
     def fits(self) -> bool:
-        """Whether every stage fits its devices."""
-        return all(stage.total <= stage.limit for stage in self.stages)
+        """Whether every stage fits its devices, as predicted."""
+        return self.fits_if(1.0)
 
     @property
     def may_not_fit(self) -> bool:
         """Whether it fits as predicted, but not at the end of its interval."""
-        most = self.spread.peak_high
-        return self.fits and any(most * stage.total > stage.limit for stage in self.stages)
+        return self.fits and not self.fits_if(self.spread.peak_high)
+
+    def fits_if(self, factor: float) -> bool:
+        """Whether every stage fits its devices if it takes ``factor`` times what is predicted."""
+        return all(factor * stage.total <= stage.limit for stage in self.stages)
 
     @property
     def most_memory_saving(self) -> ParallelLayout:
@@ -447,6 +453,27 @@ def layers_of(plan: ClusterPlan, shape: TransformerShape) -> list[int]:
 def num_layers(items: Sequence[Item]) -> int:
     """Number of layers among items."""
     return sum(item in LAYERS for item in items)
+
+
+def torch_schedule_fault(schedule: str, stages: int, microbatches: int, pp: int) -> str | None:
+    """What a schedule needs in ``torch.distributed.pipelining`` and these microbatches are not.
+
+    Args:
+        schedule: Name of the schedule.
+        stages: Stages of each pipeline rank.
+        microbatches: Microbatches of a step.
+        pp: Pipeline ranks.
+
+    Returns:
+        The need, as in "it needs ..."; ``None`` if it runs them.
+    """
+    # torch/distributed/pipelining/schedules.py: Schedule1F1B, ScheduleInterleaved1F1B
+    if schedule == ONE_STAGE and microbatches < pp:
+        return f"at least pp={pp} microbatches"
+    groups = max(microbatches // pp, 1)
+    if stages > 1 and microbatches % groups:
+        return f"{groups} equal groups of microbatches"
+    return None
 
 
 def chunks(plan: ClusterPlan, shape: TransformerShape) -> list[int]:

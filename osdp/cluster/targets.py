@@ -55,6 +55,7 @@ class TargetDefaults:
         state_bytes: Bytes of optimizer states, copies of weights and gradients in float32 included.
         split_sends: Whether tensor-parallel ranks send parts of messages between stages.
         ring_attention: Whether context-parallel ranks exchange keys and values around a ring.
+        regathers_inputs: Whether inputs of products are gathered again for backward, as in a workload.
         fused_gate: Whether gated feed-forward blocks keep less, as in a workload.
         update_bytes: Temporary bytes of its optimizer step.
         boundary_copies: Copies of a stage's input and output that it keeps, as in a workload.
@@ -77,6 +78,7 @@ class TargetDefaults:
     state_bytes: int
     split_sends: bool = False
     ring_attention: bool = True
+    regathers_inputs: bool = True
     fused_gate: bool = False
     update_bytes: int = 4
     boundary_copies: int = 0
@@ -143,6 +145,8 @@ TARGETS = {
         4,
         10,
         ring_attention=False,
+        # Autograd saves inputs as PrepareModuleInput and ColwiseParallel have gathered them.
+        regathers_inputs=False,
         overlap=HIDDEN,
         reduces_in_stages=False,
         gathers_each_microbatch=True,

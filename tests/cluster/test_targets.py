@@ -156,6 +156,7 @@ def test_torch_gathers_weights_for_each_microbatch() -> None:
     # Layer by layer instead of all at once the first one costs latencies alone.
     assert 0 <= more[0] < (more[1] - more[0]) / 2
     assert more[2] - more[1] == pytest.approx(3 * (more[1] - more[0]))
+    assert not load.regathers_inputs and as_trained_by(workload(), Target.MEGATRON_BF16).regathers_inputs
 
 
 def test_megatron_hides_messages_of_interleaved_stages_and_pads_vocabularies() -> None:
@@ -218,3 +219,27 @@ def test_an_embedding_and_a_head_are_summed_once() -> None:
     full = prices.item_prices(replace(layout, recompute=RecomputeLayers.FULL), StageSlot((1,), 1))
     assert full[Item.LAYER].tensor == pytest.approx(6 * items[Item.HEAD].tensor)
     assert full[Item.HEAD].tensor == items[Item.HEAD].tensor
+
+
+def test_a_single_stage_does_not_take_the_costs_of_a_pipeline_that_was_priced_before() -> None:
+    """On one of several nodes ZeRO 2 had no communication at all, if the others had been priced before."""
+    load = as_trained_by(workload(), Target.FSDP)
+    nodes = cluster((node_type(FAST, 4), 2))
+    one = ParallelLayout(ParallelDims(1, 4, 1), 1, 2, zero=2)
+    fresh, used = ClusterPrices(nodes, load), ClusterPrices(nodes, load)
+    used.item_prices(replace(one, degrees=ParallelDims(2, 4, 1)), StageSlot((1,)))
+    found = [prices.item_prices(one, StageSlot((1,)))[Item.LAYER] for prices in (fresh, used)]
+    assert found[0] == found[1] and found[0].shards > 0
+
+
+def test_torchs_pipelines_reduce_when_the_last_backward_has_ended() -> None:
+    """Four fifths of the reduction were hidden behind a backward that comes before it."""
+    load = as_trained_by(workload(), Target.FSDP)
+    prices, numbers = ClusterPrices(cluster((node_type(FAST, 4), 1)), load), np.array([1e8])
+    shown = []
+    for pp in (1, 2):
+        layout = ParallelLayout(ParallelDims(pp, 2, 1), 1, 4)
+        hardware = prices.hardware(layout, StageSlot((1,), 2))
+        shown.append(float(prices.gradient_seconds(layout, hardware, numbers, numbers, 1.0)[0]))
+    whole = hardware.data.reduce_seconds(4e8)
+    assert shown == pytest.approx([(1 - load.overlap) * whole, whole])

@@ -25,7 +25,7 @@ ANY = LayoutSpace(
 
 _WHOLE = (RecomputeLayers.NONE, RecomputeLayers.FULL)
 _FSDP = replace(ANY, tp=(1,), pp=(1,), zero=(0, 2, 3), recompute=_WHOLE, shard_degrees=(0, NODE))
-_STAGED_FSDP = replace(ANY, zero=(2, 3), recompute=_WHOLE, shard_degrees=(0, NODE))
+_STAGED_FSDP = replace(ANY, zero=(2, 3), recompute=_WHOLE, shard_degrees=(0, NODE), torch_schedules=True)
 _DEEPSPEED = replace(ANY, zero=(0, 1), recompute=_WHOLE, schedules=("1f1b",))
 _MEGATRON = replace(ANY, zero=(0, 1), whole_groups=True)
 _MEGATRON_OF_2021 = replace(_MEGATRON, zero=(0,), recompute=_WHOLE)

@@ -1,5 +1,6 @@
 """``osdp cluster plan``, ``estimate`` and ``layers``: from options to calls of the planner."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate
@@ -33,10 +34,10 @@ from osdp.cluster.export.table import csv_table, json_table, rows_of, text_table
 from osdp.cluster.layer_profile import merge_profiles
 from osdp.cluster.plan import ClusterPlan, ParallelLayout, num_layers
 from osdp.cluster.search.infeasible import check_space, no_plan_error
-from osdp.cluster.search.layouts import arrange, every_layout
-from osdp.cluster.search.measured_times import with_measured
+from osdp.cluster.search.layouts import SearchResult, best_arrangement, every_layout
+from osdp.cluster.search.measured_times import MeasuredTimes, with_measured
 from osdp.cluster.search.objectives import best_plans, pareto
-from osdp.cluster.search.space import families
+from osdp.cluster.search.space import LayoutSpace, families
 from osdp.plan.schedules import ONE_STAGE
 from osdp.text import format_bytes, wrapped
 
@@ -62,20 +63,19 @@ def plan(request: ClusterRequest, goal: GoalOptions, outputs: OutputFiles) -> No
     if outputs.runs or request.measured:
         prices = _as_built(prices, request)
     times = request.measured_times(prices)
-    if goal.pareto:
-        found = pareto(prices, space, _progress("parts"))
-    else:
-        found = best_plans(
-            prices, space, times.wider(sought), _progress("parts" if goal.parts else "layouts")
-        )
-        found = times.ranked(found, space, sought)
-    if not found.plans:
-        raise no_plan_error(times, space, sought)
+    found = _search(times, space, goal)
+    if not found.plans and request.certain is None:
+        # What fits as predicted is better than nothing.
+        prices = prices.as_predicted
+        times = request.measured_times(prices)
+        found = _search(times, space, goal)
     plans: Sequence[ClusterPlan] = found.plans
     if goal.every:
         every = [times.corrected(plan) for plan in every_layout(prices, space) if not times.ran_out(plan)]
-        every.sort(key=lambda plan: (not plan.fits, plan.step_seconds))
+        every.sort(key=lambda plan: (not plan.fits, prices.certain and plan.may_not_fit, plan.step_seconds))
         plans = every if goal.top is None else with_measured(every, goal.top)
+    if not plans:
+        raise no_plan_error(times, space, sought)
     rows = rows_of(plans, cluster, shape, goal.steps)
     if outputs.csv is not None:
         outputs.csv.write_text(csv_table(rows), encoding="utf8")
@@ -84,6 +84,9 @@ def plan(request: ClusterRequest, goal: GoalOptions, outputs: OutputFiles) -> No
     if outputs.plot is not None:
         plot_plans(plans, cluster, outputs.plot)
     typer.echo(text_table(plans, cluster, goal.steps))
+    if not found.plans:
+        # The rows of --every show how much memory each of them lacks.
+        raise no_plan_error(times, space, sought)
     if told := times.told():
         typer.echo(wrapped(told))
     # On a front every plan has nodes of its own, and is best on these.
@@ -94,9 +97,13 @@ def plan(request: ClusterRequest, goal: GoalOptions, outputs: OutputFiles) -> No
     typer.echo(
         wrapped(
             f"{found.candidates:,} layouts with {found.placements:,} placements; {found.arranged:,} of them "
-            "were cut and placed exactly, none is better than the first row"
+            f"were cut and placed exactly, none{' that is certain to fit' * prices.certain} is better than "
+            "the first row"
         )
     )
+    if request.certain is None and not prices.certain:
+        within = " within these limits" * (min(sought.step_seconds, sought.step_dollars) < math.inf)
+        typer.echo(f"no layout{within} is certain to fit: these may run out of memory")
     typer.echo(wrapped(_basis(prices)))
     typer.echo("")
     typer.echo(breakdown(found.plans[0], cluster, shape))
@@ -154,7 +161,7 @@ def estimate(
         zero=request.zero_stage,
         shard_degree=request.shard_degree or 0,
     )
-    plan = arrange(prices, layout, family.cells) or arrange(prices, layout, family.cells, limited=False)
+    plan = best_arrangement(prices, layout, family.cells)
     if plan is None:
         raise ValueError(
             f"{len(prices.items)} items cannot be cut into {layout.degrees.pp} stages of this schedule"
@@ -172,12 +179,16 @@ def estimate(
     if times.ran_out(plan):
         typer.echo("it ran out of memory when it was measured")
     elif not plan.fits:
+        may = plan.fits_if(plan.spread.peak_low)
         typer.echo(
-            f"it does not fit: it needs {format_bytes(plan.peak.total)}, the limit is "
+            f"it {'may' if may else 'does'} not fit: it needs {format_bytes(plan.peak.total)}, the limit is "
+            f"{format_bytes(plan.peak.limit)}" + ", and at the low end of its interval it would" * may
+        )
+    elif plan.may_not_fit:
+        typer.echo(
+            f"it is not certain to fit: its peak may be {format_bytes(plan.peak_interval[1])}, the limit is "
             f"{format_bytes(plan.peak.limit)}"
         )
-    elif request.certain and plan.may_not_fit:
-        typer.echo("it is not certain to fit: at the end of its interval the peak is more than the limit")
     typer.echo("")
     typer.echo(breakdown(plan, prices.cluster, prices.workload.shape))
     if export is not None:
@@ -204,6 +215,15 @@ def layers(
 
 app.command("calibrate")(calibrate_steps)
 app.command("measure")(measure_layout)
+
+
+def _search(times: MeasuredTimes, space: LayoutSpace, goal: GoalOptions) -> SearchResult:
+    """The best layouts by corrected times, or the Pareto front."""
+    if goal.pareto:
+        return pareto(times.prices, space, _progress("parts"))
+    sought, what = goal.goal(), "parts" if goal.parts else "layouts"
+    found = best_plans(times.prices, space, times.wider(sought), _progress(what))
+    return times.ranked(found, space, sought)
 
 
 def _require_consistent(request: ClusterRequest, goal: GoalOptions, outputs: OutputFiles) -> None:

@@ -67,5 +67,6 @@ def write_page(
         candidates=found.candidates,
         basis=basis,
         steps=goal.steps,
+        certain=prices.certain,
     )
     path.write_text(cluster_page(report), encoding="utf8")

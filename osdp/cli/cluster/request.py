@@ -118,12 +118,13 @@ class ClusterRequest:
     ] = 0.0
     reserve: Annotated[str, Option(help="memory of a device's context, without communicators")] = "640MiB"
     certain: Annotated[
-        bool,
+        bool | None,
         Option(
-            "--certain",
-            help="only layouts that fit at the end of the interval of their peak, no row with (?)",
+            "--certain/--no-certain",
+            help="take only layouts that fit at the end of the interval of their peak, none with (?); by "
+            "default where there are some",
         ),
-    ] = False
+    ] = None
     calibration: Annotated[
         Path | None, Option(help="file written by osdp cluster calibrate, for these nodes")
     ] = None
@@ -186,9 +187,10 @@ class ClusterRequest:
             workload = replace(workload, flash=False)
         profiles = [LayerProfile.load(path) for path in self.layer_times]
         _require_measured(profiles, workload, cluster, changed_fields(self.model, self.fields))
+        certain = self.certain is not False
         if found is None:
-            return ClusterPrices(cluster, workload, profiles=profiles, certain=self.certain)
-        return ClusterPrices(found.apply_to(cluster), workload, found.rates, profiles, certain=self.certain)
+            return ClusterPrices(cluster, workload, profiles=profiles, certain=certain)
+        return ClusterPrices(found.apply_to(cluster), workload, found.rates, profiles, certain=certain)
 
     def measured_times(self, prices: ClusterPrices) -> MeasuredTimes:
         """What the layouts of ``--measured`` say about the times of all.
@@ -307,7 +309,7 @@ class ClusterRequest:
         if self.target is Target.FSDP:
             # It shards gradients with states. Beside pipelines ZeRO 3 is what ZeRO 2 is.
             zero = tuple(stage for stage in space.zero if stage != 1)
-            space = replace(space, zero=zero, shard_degrees=(0, NODE))
+            space = replace(space, zero=zero, shard_degrees=(0, NODE), torch_schedules=True)
             return space if self.zero is not None else replace(space, unstaged_zero=(3,))
         # Its PipelineModule refuses ZeRO 2 and 3, and its tensor parallelism ZeRO 3 (as exports tell).
         space = replace(space, schedules=(ONE_STAGE,), cp=space.cp or (1,))

@@ -111,6 +111,7 @@ class Kernels:
         width: Bytes of an activation or a weight in the compute dtype.
         flash: Whether attention is FlashAttention, which does not store its scores.
         sequence_parallel: Whether the residual stream is split over the tensor-parallel ranks.
+        regathers_inputs: Whether inputs of products are then kept split, and gathered again for backward.
         dropout: Whether layers have dropouts, whose masks are kept.
         fused_gate: Whether a gated block keeps its two projections and their product alone.
         fused_loss: Whether logits become their gradient in place, in the compute dtype.
@@ -120,6 +121,7 @@ class Kernels:
     width: int = HALF
     flash: bool = True
     sequence_parallel: bool = False
+    regathers_inputs: bool = True
     dropout: bool = True
     fused_gate: bool = False
     fused_loss: bool = False
@@ -258,7 +260,8 @@ def _layer(
     score_bytes = 0 if flash else samples * heads * length * s * of_score * attentions
     # Of the stream, per block: the inputs of its norm and of its products, and a one-byte dropout mask.
     masks = tokens * shape.hidden * int(kernels.dropout)
-    stream_kept = (attentions + 1) * (2 * stream + masks) // split
+    stream_kept = (attentions + 1) * (stream + masks) // split
+    stream_kept += (attentions + 1) * stream // (split if kernels.regathers_inputs else 1)
     kept = stream_kept + attention_kept * attentions + feed_kept + score_bytes
     # 4. Memory traffic of the other operators. Forward: norms, residuals with dropout, and copies of queries,
     # keys, values and attention's output.
@@ -452,7 +455,9 @@ def _head(shape: TransformerShape, tokens: int, tp: int, split: int, kernels: Ke
         sums=int(tp > 1),
         forward_sums=0,
         summed_bytes=stream,
-        kept_bytes=2 * stream // split + logits * (width + (0 if kernels.fused_loss else SINGLE)),
+        kept_bytes=stream // split
+        + stream // (split if kernels.regathers_inputs else 1)
+        + logits * (width + (0 if kernels.fused_loss else SINGLE)),
         score_bytes=0,
         input_bytes=stream // split,
         working_bytes=0 if kernels.fused_loss else logits * SINGLE,

@@ -143,6 +143,7 @@ class ClusterPrices:
             width=workload.weight_bytes,
             flash=workload.flash,
             sequence_parallel=workload.sequence_parallel,
+            regathers_inputs=workload.regathers_inputs,
             dropout=workload.has_dropout,
             fused_gate=workload.fused_gate,
             fused_loss=workload.fused_loss,
@@ -161,6 +162,13 @@ class ClusterPrices:
         self._factors: dict[tuple[int, int], float] = {}
         self._spreads: dict[tuple[int, int], Spread] = {}
         self._padded: dict[int, TransformerShape] = {}
+
+    @cached_property
+    def as_predicted(self) -> "ClusterPrices":
+        """The same costs where a stage fits if it does as predicted."""
+        if not self.certain:
+            return self
+        return ClusterPrices(self.cluster, self.workload, self.rates, self.profiles, self.traced)
 
     def work(self, item: Item, layout: ParallelLayout) -> LayerWork:
         """Work of one rank for one item on one token slice of a microbatch."""
@@ -210,7 +218,8 @@ class ClusterPrices:
         """Costs of each kind of item, in order of first appearance in the chain."""
         degrees, strategy = layout.degrees, layout.strategy
         parts = (layout.samples, layout.token_slices, layout.cp, layout.ep, layout.shard_degree)
-        key = (degrees.tp, degrees.dp, *parts, strategy, slot.nodes)
+        # On a part of the cluster the same stage may be the only one, and then shards while it runs.
+        key = (degrees.tp, degrees.dp, degrees.pp > 1, *parts, strategy, slot.nodes)
         if key not in self._items:
             hardware = self.hardware(layout, slot)
             self._items[key] = {item: self._item(item, layout, hardware) for item in self.kinds}
@@ -256,7 +265,9 @@ class ClusterPrices:
         reduction = scatters * (fixed + load.reduce_bytes * of_byte) + _copied_seconds(
             layout, hardware, load.reduce_bytes * parameters
         ) * (zero == 1)
-        exposed = reduction - load.overlap * np.minimum(reduction, backward)
+        # torch's pipelines reduce when the last backward has ended: nothing is beside it.
+        overlap = 0.0 if self._reduces_late(layout) else load.overlap
+        exposed = reduction - overlap * np.minimum(reduction, backward)
         if zero == 1 or (zero == 2 and not load.gathers_each_microbatch):
             gather = fixed + load.weight_bytes * of_byte
             # Beside the next forward, which takes about half of a backward.
@@ -297,8 +308,11 @@ class ClusterPrices:
 
     def _shards_while_running(self, strategy: LayerStrategy, layout: ParallelLayout) -> int:
         """The ZeRO stage of what is kept, and communicated, while microbatches run."""
-        whole = layout.degrees.pp > 1 and not self.workload.reduces_in_stages
-        return min(strategy.zero, 1) if whole else strategy.zero
+        return min(strategy.zero, 1) if self._reduces_late(layout) else strategy.zero
+
+    def _reduces_late(self, layout: ParallelLayout) -> bool:
+        """Whether gradients stay whole until the last backward of a pipeline has ended."""
+        return layout.degrees.pp > 1 and not self.workload.reduces_in_stages
 
     def reserve(self, layout: ParallelLayout) -> int:
         """Bytes of each device outside of PyTorch's allocator: its context, and a communicator an axis."""

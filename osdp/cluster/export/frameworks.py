@@ -13,8 +13,17 @@ from itertools import pairwise
 
 from osdp.cluster.cost.step import nodes_of
 from osdp.cluster.export.breakdown import describe
-from osdp.cluster.plan import ClusterPlan, ParallelLayout, RecomputeLayers, Workload, chunks, num_layers
+from osdp.cluster.plan import (
+    ClusterPlan,
+    ParallelLayout,
+    RecomputeLayers,
+    Workload,
+    chunks,
+    num_layers,
+    torch_schedule_fault,
+)
 from osdp.cluster.transformer import TransformerShape
+from osdp.plan.schedules import ONE_STAGE
 
 #: Short names of 16-bit formats, and what there is none of.
 _SHORT = {"bfloat16": "bf16", "float16": "fp16"}
@@ -139,7 +148,8 @@ def _megatron_overlap(layout: ParallelLayout, workload: Workload) -> list[str]:
     text = []
     if workload.overlap and zero < 2:
         text.append("--overlap-grad-reduce" + " --overlap-param-gather" * bool(zero))
-    if workload.tensor_overlap and degrees.tp > 1:
+    # It asserts that sequences are parallel, too.
+    if workload.tensor_overlap and degrees.tp > 1 and workload.sequence_parallel:
         text.append("--tp-comm-overlap")
     # It asserts that messages are overlapped on two ranks of several stages.
     if layout.stages_per_rank > 1 and not workload.send_overlap and degrees.pp > 2:
@@ -189,6 +199,8 @@ def _megatron_notes(layout: ParallelLayout, workload: Workload, half: str) -> li
         notes.append("an environment variable: GPUs before Blackwell need CUDA_DEVICE_MAX_CONNECTIONS=1")
     if shape.experts and tp > 1 and not workload.sequence_parallel:
         notes.append("tensor parallelism beside experts: refused there without sequence parallelism")
+    if workload.tensor_overlap and tp > 1 and not workload.sequence_parallel:
+        notes.append("overlap of tensor-parallel collectives: it has that with sequence parallelism alone")
     return notes
 
 
@@ -414,11 +426,17 @@ def torchtitan(plan: ClusterPlan, workload: Workload, half: str) -> Export:
     if degrees.tp > 1:
         words["parallelism.enable_sequence_parallel"] = str(workload.sequence_parallel).lower()
     if degrees.pp > 1:
+        schedule = ONE_STAGE if layout.schedule_kind.torch_name is None else layout.schedule
         words["parallelism.pipeline_parallel_schedule"] = layout.schedule_kind.torch_name or "1F1B"
         words["parallelism.pipeline_parallel_microbatch_size"] = layout.samples
-        words["parallelism.module_fqns_per_model_part"] = json.dumps(_modules(chunks(plan, shape)))
+        # A word for each stage, split at its commas (torchtitan/config/manager.py).
+        stages = map(",".join, _modules(chunks(plan, shape)))
+        words["parallelism.module_fqns_per_model_part"] = "' '".join(stages)
         if layout.schedule_kind.torch_name is None:
             notes.append(f"schedule {layout.schedule}: 1F1B is written")
+        number = layout.microbatches
+        if fault := torch_schedule_fault(schedule, layout.stages_per_rank, number, degrees.pp):
+            notes.append(f"{schedule} needs {fault}; the number of microbatches is {number}")
     if layout.cp > 1 and not sharded:
         notes.append(f"ZeRO 0: everything is sharded over the {layout.cp} context-parallel ranks")
     if layout.zero == 1:

@@ -133,9 +133,9 @@ def text_table(plans: Sequence[ClusterPlan], cluster: Cluster, steps: int | None
     if any(plan.measured_steps for plan in plans):
         notes.append("(m) measured")
     if not all(plan.fits for plan in plans):
-        notes.append("(!) does not fit the memory of its devices")
+        notes.append("(!) does not fit the memory of its devices, as predicted")
     if any(plan.may_not_fit for plan in plans):
-        notes.append("(?) fits as predicted, but not at the end of its interval; --certain leaves it out")
+        notes.append("(?) may not fit: it does as predicted, but not at the end of its interval")
     return "\n".join([align(rows, right=right, narrow=1), *notes])
 
 

@@ -7,7 +7,8 @@ The slowest stage takes at least the minimum time within which all stages togeth
 stage holds a whole number of layers, and no more than fit in memory with the microbatches that its pipeline
 rank has in flight. The sum over all stages is at least that of every item on the slot that is fastest for it.
 The end of the step takes at least as long as for an even share of the parameters, and for either end of the
-chain.
+chain; where cells or strategies may suit experts and the rest differently, as long as for an even share of
+each of these alone.
 
 Where strategies are chosen item by item, layers are relaxed to fractions of layers with any mixture of
 strategies: a point on the lower convex hull of bytes and seconds over all strategies.
@@ -84,7 +85,9 @@ def lower_bound(prices: ClusterPrices, layout: ParallelLayout, cells: SlotGroups
     best = {item: min(place.least(item) for place in places) for item in prices.kinds}
     total = sum(best[item] for item in prices.items)
     total += (layout.degrees.pp - 1) * min(place.border for place in places) + places[0].wrap
-    end = min(_end(prices, place) for place in places)
+    # Some stage has at least each of these parts, in a cell of some kind.
+    alone = len(places) == 1 and not layout.by_item
+    end = float(np.min([_ends(prices, place, alone=alone) for place in places], axis=0).max())
     bound = step_formula(prices, layout, hardware_by_slot).seconds(slowest, max(total, slowest), end)
     # Lowered, so that rounding never puts it above the seconds that it bounds.
     return bound * (1 - ROUNDING)
@@ -292,8 +295,21 @@ def _least(times: Floats, holds: Callable[[float], bool]) -> float:
     return float(times[low]) if low < len(times) else math.inf
 
 
-def _end(prices: ClusterPrices, place: _Place) -> float:
-    """Minimum seconds after the last microbatch on the slowest stage, if all stages were in such cells."""
+def _ends(prices: ClusterPrices, place: _Place, *, alone: bool) -> Floats:
+    """Minimum seconds after the last microbatch for parts that some stage has at least, in such a cell.
+
+    The parts are either end of the chain, and an even share of the parameters. Where other cells or
+    strategies may suit experts or the rest better, no stage need have the share of both: one stage has that
+    of experts, and one that of the rest.
+
+    Args:
+        prices: Costs of the workload on the cluster.
+        place: The kind of cell.
+        alone: Whether there are no other cells and strategies.
+
+    Returns:
+        Seconds for each part; shape ``(3,)`` or ``(4,)``.
+    """
     items, layout, shape = place.priced[0], place.layouts[0], prices.workload.shape
     total = np.sum([_numbers_of(items[item]) for item in prices.items], axis=0)  # (2,)
     # One stage stores a tied weight once. With several stages, the head keeps its own copy, because it is in
@@ -301,10 +317,20 @@ def _end(prices: ClusterPrices, place: _Place) -> float:
     shared = shape.tied_copies - (shape.tied and layout.degrees.pp > 1)
     total -= shared * prices.tied_numbers(layout)
     # The end is linear in both counts, so that it is on average at most what it is at worst.
+    mean = total / layout.degrees.pp
+    shares = [mean]
+    if layout.ep > 1 and not alone:
+        experts = (mean[1] - mean[0]) / (layout.ep - 1)
+        rest = mean[0] - experts
+        shares = [np.array([rest, rest]), np.array([experts, layout.ep * experts])]
     ends = _numbers_of(items[Item.EMBEDDING]), _numbers_of(items[Item.HEAD])
-    parameters, undivided = np.array([total / layout.degrees.pp, *ends]).T  # (3,) each
+    parameters, undivided = np.array([*shares, *ends]).T
     # An infinitely long backward hides as much communication as possible.
-    return min(
-        float(prices.end_seconds(uniform, place.hardware, parameters, undivided, math.inf).max())
-        for uniform in place.layouts
+    found: Floats = np.min(
+        [
+            prices.end_seconds(uniform, place.hardware, parameters, undivided, math.inf)
+            for uniform in place.layouts
+        ],
+        axis=0,
     )
+    return found

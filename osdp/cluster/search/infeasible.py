@@ -133,16 +133,23 @@ def no_plan_error(times: MeasuredTimes, space: LayoutSpace, goal: PlannerGoal) -
             return ValueError(
                 f"no step takes at most {' and '.join(limits)}; the {which} without a limit takes "
                 f"{format_seconds(best.step_seconds)}{cost}"
+                + ", of those that are certain to fit (--no-certain takes others)"
+                * prices.certain
             )
     # 2. Memory as measured.
     if times.measured and best_plans(prices, space, PlannerGoal(parts=goal.parts)).plans:
         return ValueError(
-            "all layouts that fit as predicted ran out of memory when they were measured: more nodes, or a "
-            "smaller global batch"
+            f"all layouts that {'are certain to fit' if prices.certain else 'fit as predicted'} ran out of "
+            "memory when they were measured: more nodes, or a smaller global batch"
         )
-    # 3. Memory as predicted: the layout with the smallest shortfall, with evenly divided stages.
-    known = families(prices.cluster, prices.cluster.counts, prices.workload, space)
-    plans = [plan for family in known for plan in _even_plans(prices, family)]
+    # 3. Memory as predicted: the layout with the smallest shortfall, with evenly divided stages, on all nodes
+    # or on the first part of them that the given degrees fit.
+    plans: list[ClusterPlan] = []
+    for counts in parts_of(prices, True):
+        known = families(prices.cluster, counts, prices.workload, space)
+        plans = [plan for family in known for plan in _even_plans(prices, family)]
+        if plans:
+            break
     least = min(plans, key=lambda plan: plan.peak.total - plan.peak.limit)
     shape = prices.workload.shape
     each = {item.value: shape.parameters(item) * prices.workload.weight_bytes for item in prices.kinds}
@@ -161,10 +168,7 @@ def no_plan_error(times: MeasuredTimes, space: LayoutSpace, goal: PlannerGoal) -
             f"recompute {layout.recomputation}"
             + f", {layout.token_slices} token slices"
             * (layout.token_slices > 1),
-            *(
-                ["without --certain: this is what has to be left for errors of predicted peaks"]
-                * prices.certain
-            ),
+            *(["--no-certain: this is what has to be left for errors of predicted peaks"] * prices.certain),
             "more nodes, or devices with more memory",
             "a smaller global batch, a shorter sequence, or --zero 3 --recomputation full if excluded",
         ),

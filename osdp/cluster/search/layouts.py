@@ -95,8 +95,9 @@ def best_layouts(
         family = known[index]
         if number < 0:
             # A family whose loose bound is promising: replace it by its layouts with their tight bounds.
+            there = {layout.schedule for layout in family.layouts}
             for number, layout in enumerate(family.layouts):
-                if layout.schedule_kind.no_better_than not in space.schedules:
+                if layout.schedule_kind.no_better_than not in there:
                     heappush(heap, (lower_bound(prices, layout, family.cells), index, number))
             continue
         layout = family.layouts[number]
@@ -116,14 +117,20 @@ def best_layouts(
 
 
 def every_layout(prices: ClusterPrices, space: LayoutSpace) -> Iterator[ClusterPlan]:
-    """Every layout of the space with its best arrangement; if none fits, the best one ignoring memory."""
+    """Every layout of the space with its :func:`best_arrangement`."""
     for family in families(prices.cluster, prices.cluster.counts, prices.workload, space):
         for layout in family.layouts:
-            plan = arrange(prices, layout, family.cells) or arrange(
-                prices, layout, family.cells, limited=False
-            )
+            plan = best_arrangement(prices, layout, family.cells)
             if plan is not None and not _is_listed(plan, layout, family):
                 yield plan
+
+
+def best_arrangement(prices: ClusterPrices, layout: ParallelLayout, cells: SlotGroups) -> ClusterPlan | None:
+    """The best arrangement that fits under ``prices``, otherwise as predicted, otherwise ignoring memory."""
+    for these in dict.fromkeys((prices, prices.as_predicted)):
+        if (plan := arrange(these, layout, cells)) is not None:
+            return plan
+    return arrange(prices, layout, cells, limited=False)
 
 
 def _is_listed(plan: ClusterPlan, layout: ParallelLayout, family: Family) -> bool:

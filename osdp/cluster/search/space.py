@@ -19,7 +19,14 @@ from dataclasses import dataclass, replace
 
 from osdp.cluster.cost.layer_work import SINGLE
 from osdp.cluster.hardware import Cluster
-from osdp.cluster.plan import CLUSTER_SCHEDULES, ParallelLayout, RecomputeLayers, StageSlot, Workload
+from osdp.cluster.plan import (
+    CLUSTER_SCHEDULES,
+    ParallelLayout,
+    RecomputeLayers,
+    StageSlot,
+    Workload,
+    torch_schedule_fault,
+)
 from osdp.cluster.transformer import TransformerShape
 from osdp.plan.dims import ParallelDims
 from osdp.plan.schedules import ONE_STAGE, SCHEDULE_KINDS
@@ -56,6 +63,9 @@ class LayoutSpace:
         shard_degrees: Ranks among which ZeRO stages shard: 0 for all that hold the same weights, :data:`NODE`
             for those of a node, or numbers of them; those that fit.
         whole_groups: Whether ranks of several stages need a multiple of their number of microbatches.
+        torch_schedules: Whether schedules are those of ``torch.distributed.pipelining``: 1F1B needs as many
+            microbatches as stages, and ranks of several stages need ``microbatches // pp`` equal groups of
+            them.
     """
 
     tp: tuple[int, ...] = ()
@@ -73,6 +83,7 @@ class LayoutSpace:
     unsplit_zero: tuple[int, ...] = ()
     shard_degrees: tuple[int, ...] = (0,)
     whole_groups: bool = False
+    torch_schedules: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,9 +246,7 @@ def _layouts(
         kind = SCHEDULE_KINDS[schedule]
         if stages > 1 and (chunks_fault(shape) or stages * degrees.pp > len(shape.items)):
             continue
-        if kind.fills_with_ranks and plain.microbatches < degrees.pp:
-            continue
-        if stages > 1 and space.whole_groups and plain.microbatches % degrees.pp:
+        if _microbatches_fault(space, schedule, stages, plain.microbatches, degrees.pp):
             continue
         for zero, recompute in _choices(workload, space, plain):
             if plain.token_slices > 1 and not (
@@ -331,14 +340,21 @@ def strategy_faults(space: LayoutSpace, workload: Workload, world: int) -> list[
                 tp, cp, dp = (degrees[0] if degrees else 1 for degrees in (space.tp, space.cp, space.dp))
                 dp = dp if space.dp else world // pp // tp // cp
                 microbatches = workload.global_batch // max(dp, 1) // samples
-                if kind.fills_with_ranks and microbatches < pp:
-                    faults.append(f"{schedule} needs at least pp={pp} microbatches, there are {microbatches}")
-                elif stages > 1 and space.whole_groups and microbatches % pp:
-                    faults.append(
-                        f"{schedule} needs a multiple of pp={pp} microbatches in that framework, there are "
-                        f"{microbatches}"
-                    )
+                if fault := _microbatches_fault(space, schedule, stages, microbatches, pp):
+                    faults.append(f"{schedule} needs {fault}; the number of microbatches is {microbatches}")
     return faults
+
+
+def _microbatches_fault(
+    space: LayoutSpace, schedule: str, stages: int, microbatches: int, pp: int
+) -> str | None:
+    """What a schedule with ``stages`` a rank needs and these microbatches are not; ``None`` if they are."""
+    if SCHEDULE_KINDS[schedule].fills_with_ranks and microbatches < pp:
+        return f"at least pp={pp} microbatches"
+    if stages > 1 and space.whole_groups and microbatches % pp:
+        return f"a multiple of pp={pp} microbatches in that framework"
+    fault = torch_schedule_fault(schedule, stages, microbatches, pp) if space.torch_schedules else None
+    return None if fault is None else f"{fault} in that framework"
 
 
 def chunks_fault(shape: TransformerShape) -> str | None:

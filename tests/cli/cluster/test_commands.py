@@ -56,7 +56,7 @@ def test_the_table_is_printed_and_written(
     files = ["--csv", str(table), "--json", str(listed)]
     run("cluster", "plan", *words, "--top", "3", "--steps", "1000", *files)
     printed = capsys.readouterr().out
-    assert "none is better than the first row" in printed
+    assert "none that is certain to fit is better than the first row" in " ".join(printed.split())
     assert "proven best in its space" in printed
     with table.open(encoding="utf8") as file:
         rows = list(csv.DictReader(file))
@@ -80,6 +80,17 @@ def test_all_layouts_can_be_listed(
         rows = list(csv.DictReader(file))
     assert {row["is_oom"] for row in rows} == {"True", "False"}
     assert all((row["real_rank"] == "0") == (row["is_oom"] == "True") for row in rows)
+
+
+def test_all_layouts_are_listed_where_none_fits(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They were asked for, and the error came without them."""
+    table = tmp_path / "table.csv"
+    with pytest.raises(RuntimeError, match="nothing fits the memory limit"):
+        run("cluster", "plan", *words, "--every", "--top", "3", "--reserve", "21.98GiB", "--csv", str(table))
+    assert "(!)" in capsys.readouterr().out
+    assert len(table.read_text(encoding="utf8").splitlines()) == 4
 
 
 def test_ways_may_be_chosen_layer_by_layer(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -131,6 +142,8 @@ def test_an_estimate_prices_one_layout(words: list[str], capsys: pytest.CaptureF
         run("cluster", "estimate", *words, *degrees, "--partition", "4-3")
     run("cluster", "estimate", *words, *degrees, "--reserve", "22GiB", "--set", "layers=48", "--seq", "1024")
     assert "it does not fit: " in capsys.readouterr().out
+    run("cluster", "estimate", *words, *degrees, "--reserve", "20.5GiB")
+    assert re.search("it may not fit: .* at the low end of its interval it would", capsys.readouterr().out)
     assert best != uneven
 
 
@@ -147,13 +160,44 @@ def test_peaks_may_have_to_fit_whatever_is_measured(
     # Where nearly all of a device is reserved most layouts fit only as predicted.
     tight = ["--reserve", "17.4GiB", "--top", "5", "--json", str(tmp_path / "rows.json")]
     found = []
-    for more in ([], ["--certain"]):
+    for more in (["--no-certain"], [], ["--certain"]):
         run("cluster", "plan", *words, *tight, *more)
         found.append(json.loads((tmp_path / "rows.json").read_text(encoding="utf8")))
-    assert any(row["may be oom"] for row in found[0]) and "--certain leaves it out" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert any(row["may be oom"] for row in found[0]) and "(?) may not fit" in printed
+    assert "none that is certain to fit is better" in " ".join(printed.split())
     assert found[1] and not any(row["may be oom"] or row["is_oom"] for row in found[1])
+    assert found[2] == found[1]
     seconds = [rows[0]["estimated time(s/step)"] for rows in found]
     assert seconds[0] <= seconds[1]
+
+
+def test_what_fits_as_predicted_is_better_than_nothing(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # No layout is certain to fit beside such a reserve, and some are predicted to.
+    tight = ["--reserve", "20.5GiB", "--top", "3", "--json", str(tmp_path / "rows.json")]
+    run("cluster", "plan", *words, *tight)
+    rows = json.loads((tmp_path / "rows.json").read_text(encoding="utf8"))
+    assert rows and all(row["may be oom"] for row in rows)
+    assert "no layout is certain to fit: these may run out of memory" in capsys.readouterr().out
+
+
+def test_what_limits_leave_out_may_be_certain_to_fit(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run("cluster", "plan", *words, "--reserve", "20.5GiB", "--deadline", "1000h", "--steps", "10")
+    assert "no layout within these limits is certain to fit" in capsys.readouterr().out
+
+
+def test_every_layout_that_fits_as_predicted_is_listed_so(words: list[str], tmp_path: Path) -> None:
+    tight = ["--reserve", "17.4GiB", "--zero", "0", "--recomputation", "none"]
+    fitting = []
+    for more in (["--no-certain"], []):
+        run("cluster", "plan", *words, *tight, "--every", "--json", str(tmp_path / "rows.json"), *more)
+        rows = json.loads((tmp_path / "rows.json").read_text(encoding="utf8"))
+        fitting.append(sum(not row["is_oom"] for row in rows))
+    assert fitting[0] == fitting[1] > 0
 
 
 #: Fields of a small mixture of experts.
@@ -324,6 +368,10 @@ def test_a_plan_is_written_that_runs_and_how_to_start_it(
             "no step takes at most 10.0 us; the fastest without a limit takes",
         ),
         (
+            ["--deadline", "0.001s", "--steps", "100", "--certain"],
+            "the fastest without a limit takes .*, of those that are certain to fit",
+        ),
+        (
             ["--token-slices", "4", "--recomputation", "full", "--pp", "2"],
             "no layout is possible: token slices cannot be combined with recomputation",
         ),
@@ -334,7 +382,7 @@ def test_a_plan_is_written_that_runs_and_how_to_start_it(
         ),
         (
             ["--schedule", "interleaved", "--pp", "4", "--set", "layers=12", "--micro-batch", "4"],
-            "interleaved needs at least pp=4 microbatches, there are 2",
+            "interleaved needs at least pp=4 microbatches; the number of microbatches is 2",
         ),
         (["--set", "causal=False"], "causal='False' is not of type bool"),
         (
@@ -380,7 +428,11 @@ def test_a_plan_is_written_that_runs_and_how_to_start_it(
         (["--recomputation", "selective"], "use --no-flash, or --recomputation full"),
         (["--token-slices", "3"], "3 token slices do not divide the 128 tokens of a sequence"),
         (["--micro-batch", "3"], "microbatches of 3 do not divide the global batch of 8"),
-        (["--reserve", "21.5GiB", "--certain"], "without --certain: this is what has to be left"),
+        (["--reserve", "21.5GiB", "--certain"], "--no-certain: this is what has to be left"),
+        (
+            ["--subsets", "--tp", "2", "--pp", "1", "--dp", "1", "--reserve", "60GiB"],
+            "nothing fits the memory limit of",
+        ),
         (["--reserve", "21.98GiB"], "nothing fits the memory limit of 21.99 GiB: .*\n.*embedding"),
     ],
 )

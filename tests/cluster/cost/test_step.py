@@ -117,6 +117,17 @@ def test_sequence_parallelism_splits_what_tensor_parallelism_leaves_whole() -> N
     assert (split.sums, split.summed_bytes) == (whole.sums, whole.summed_bytes)
 
 
+def test_inputs_that_are_not_gathered_again_are_kept_whole() -> None:
+    """torchtitan was given the memory of Megatron-LM, which gathers the inputs of products for backward."""
+    gpt = shape(sequence=1024, hidden=1024, heads=16)
+    for item, blocks in ((Item.LAYER, 2), (Item.HEAD, 1)):
+        again, once = (
+            layer_work(gpt, item, 2, 4, Kernels(sequence_parallel=True, regathers_inputs=each)).kept_bytes
+            for each in (True, False)
+        )
+        assert once - again == blocks * 2 * (2 * 1024 * 1024) * 3 // 4
+
+
 def test_tensor_parallel_ranks_send_parts_where_the_framework_does() -> None:
     layout = ParallelLayout(ParallelDims(4, 1, 4), 1, 4)
     load = workload(global_batch=4)

@@ -208,7 +208,7 @@ def test_every_option_is_one_of_the_framework(half: str) -> None:
     loads = (
         LOAD,
         replace(LOAD, shape=replace(llama, tied=False, kv_heads=4, head_width=128), overlap=0.5),
-        replace(LOAD, flash=False, sequence_parallel=True, overlap=1.0),
+        replace(LOAD, flash=False, sequence_parallel=True, overlap=1.0, tensor_overlap=1.0),
     )
     layouts = [
         ParallelLayout(ParallelDims(pp, 8 // pp // tp, tp), 1, pp * tp, zero=zero, recompute=recompute)
@@ -232,6 +232,43 @@ def test_every_option_is_one_of_the_framework(half: str) -> None:
                 if option not in framework["options"] or value not in map(str, words):
                     unknown.add(f"{name}: {option} {value}")
     assert unknown == set()
+
+
+def test_torchtitan_is_given_a_word_for_each_stage() -> None:
+    """The JSON of all stages was one stage to it, of modules that there are not."""
+    words = shlex.split(exports(plan_of(2, 4), LOAD)[-1].text.replace("\\\n", " "))
+    at = words.index("--parallelism.module_fqns_per_model_part")
+    assert words[at + 1 : at + 3] == [
+        "tok_embeddings,layers.0,layers.1,layers.2",
+        "layers.3,layers.4,layers.5,norm,output",
+    ]
+
+
+def test_what_torchs_schedules_refuse_is_told() -> None:
+    told = []
+    for layout in (
+        ParallelLayout(ParallelDims(2, 4, 1), 2, 1, zero=1),
+        ParallelLayout(ParallelDims(2, 4, 1), 1, 5, "interleaved", zero=1),
+        ParallelLayout(ParallelDims(2, 4, 1), 1, 2, zero=1),
+        ParallelLayout(ParallelDims(2, 4, 1), 2, 1, "gpipe", zero=1),
+    ):
+        plan = price(ClusterPrices(NODES, LOAD), layout, (0, 4, 8), [StageSlot((1,))] * 2)
+        told.append([note for note in exports(plan, LOAD)[-1].notes if "microbatches" in note])
+    assert told == [
+        ["1f1b needs at least pp=2 microbatches; the number of microbatches is 1"],
+        ["interleaved needs 2 equal groups of microbatches; the number of microbatches is 5"],
+        [],
+        [],
+    ]
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_megatron_overlaps_tensor_parallel_collectives_of_parallel_sequences(split: bool) -> None:
+    load = replace(LOAD, tensor_overlap=0.5, sequence_parallel=split)
+    layout = ParallelLayout(ParallelDims(1, 4, 2), 1, 2, zero=1)
+    megatron = exports(price(ClusterPrices(NODES, load), layout, (0, 8), [StageSlot((2,))]), load)[0]
+    assert ("--tp-comm-overlap" in megatron.text) is split
+    assert any(note.startswith("overlap of tensor-parallel") for note in megatron.notes) is not split
 
 
 def test_gpus_before_ampere_compute_in_float16() -> None:

@@ -99,9 +99,16 @@ def test_the_first_screen_says_what_was_decided_and_why(page: Path) -> None:
         assert question in told
     assert re.search(r"yes [0-9.]+ GiB of [0-9.]+ GiB per device", told)
     assert re.search(r"\$[0-9.,]+ for 100,000 steps; \$14.00 an hour", told)
-    assert "proven best of" in told
+    assert re.search(r"proven best of [0-9,]+ layouts, if it is to be certain to fit; ", told)
     assert re.search(r"Why: with .* the best layout takes [0-9.]+ m?s a step, [0-9.]+% longer", told)
     assert "Cheapest: " in told
+
+
+def test_a_plan_that_is_not_certain_to_fit_is_not_said_to_fit(tmp_path: Path) -> None:
+    """Its first card said yes, and its tab of layouts that it is not certain."""
+    told = first_screen(page_of(tmp_path, "--reserve", "20.5GiB"))
+    assert re.search(r"Does it fit\?\s+not certain [0-9.]+ GiB of [0-9.]+ GiB per device", told)
+    assert "to be certain to fit" not in told
 
 
 def test_names_are_escaped_and_nothing_is_fetched(page: Path) -> None:

@@ -206,3 +206,27 @@ def test_a_stage_may_have_an_end_of_the_chain_alone() -> None:
     space = LayoutSpace(pp=(6,), tp=(2,), recompute=(RecomputeLayers.FULL,), schedules=("1f1b",))
     assert check(cluster((node, 3)), load, space) == pytest.approx(0.050301, rel=1e-4)
     assert check(cluster((node, 3)), load, replace(space, samples=(2,))) < math.inf
+
+
+def test_kinds_of_nodes_may_suit_experts_and_everything_else() -> None:
+    """The ends of the chain on one kind and experts on the other end sooner than an even share of both."""
+    model = TransformerShape(
+        name="small",
+        layers=4,
+        hidden=256,
+        heads=4,
+        sequence=64,
+        vocabulary=32000,
+        tied=False,
+        experts=160,
+        experts_per_token=1,
+    )
+    load = Workload(shape=model, global_batch=2, communicator_bytes=0)
+    # Near ones have a slow link and fast memory, far ones a fast link and slow memory.
+    slow, fast = NetworkLink(1e9, 0.0), NetworkLink(5e9, 0.0)
+    near = NodeType("near", Gpu("near", 3e14, 2**36, 2e12), 2, slow, slow)
+    far = NodeType("far", Gpu("far", 3e14, 2**36, 3e11), 1, fast, fast)
+    space = LayoutSpace(
+        pp=(3,), ep=(2,), zero=(0,), recompute=(RecomputeLayers.NONE,), schedules=("1f1b",), token_slices=(1,)
+    )
+    assert check(cluster((near, 1), (far, 4)), load, space) < math.inf

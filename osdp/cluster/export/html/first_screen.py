@@ -88,10 +88,16 @@ def _fit(report: ClusterReport) -> str:
     on = escape(slot_text(plan.slots[stage], report.cluster))
     spread = interval_text(plan.peak_interval, format_bytes)
     return (
-        f'<b class="{"good" if plan.fits else "bad"}">{"yes" if plan.fits else "no"}</b>'
-        f"{format_bytes(plan.peak.total)} of {format_bytes(plan.peak.limit)} per device where least is left, "
-        f"in stage {stage} ({on}): {free}; in nine of ten cases {spread}"
+        f"{fit_answer(plan)}{format_bytes(plan.peak.total)} of {format_bytes(plan.peak.limit)} per device "
+        f"where least is left, in stage {stage} ({on}): {free}; in nine of ten cases {spread}"
     )
+
+
+def fit_answer(plan: ClusterPlan) -> str:
+    """Whether a plan fits, as HTML."""
+    if plan.may_not_fit:
+        return "<b>not certain</b>"
+    return '<b class="good">yes</b>' if plan.fits else '<b class="bad">no</b>'
 
 
 def _speed(report: ClusterReport) -> str:
@@ -142,8 +148,10 @@ def _limits(plan: ClusterPlan) -> str:
 def _sure(report: ClusterReport) -> str:
     proven = "proven best" if report.plan.optimal else "best found"
     estimated = "memory is an estimate" if report.plan.measured_steps else "times and memory are estimates"
+    certain = ", if it is to be certain to fit" * report.certain
     return (
-        f"<b>{proven}</b>of {report.candidates:,} layouts; {estimated}, and what is assumed is under Settings"
+        f"<b>{proven}</b>of {report.candidates:,} layouts{certain}; {estimated}, and what is assumed is "
+        "under Settings"
     )
 
 
@@ -224,7 +232,7 @@ def _reasons(report: ClusterReport, names: Sequence[str]) -> str:
     told = [
         f"with {other_choice(name, plan)} the best layout {beside(plan, report.plan)}"
         if plan is not None
-        else f"with {_OTHER[name]} nothing fits"
+        else f"with {_OTHER[name]} nothing {'is certain to fit' if report.certain else 'fits'}"
         for name, plan in found.items()
         if name in names
     ]

@@ -6,7 +6,7 @@ from osdp.cluster.cost.step import nodes_of
 from osdp.cluster.explanation import ClusterReport
 from osdp.cluster.export.breakdown import slot_text, step_parts
 from osdp.cluster.export.html.charts import front_chart, stage_chart
-from osdp.cluster.export.html.first_screen import first_screen, other_choice
+from osdp.cluster.export.html.first_screen import first_screen, fit_answer, other_choice
 from osdp.cluster.export.launch_scripts import node_order
 from osdp.cluster.export.table import degrees_text, nodes_text, schedule_text
 from osdp.cluster.plan import ClusterPlan, layers_of
@@ -62,9 +62,10 @@ def _front(report: ClusterReport) -> str:
         "parts of the cluster: the nodes of each kind were halved again and again; --objective pareto "
         "searches all parts"
     )  # fmt: skip
+    certain = " that is certain to fit" * report.certain
     return (
-        f"<p>Each point of the front is the best layout on some nodes: nothing that was searched is better "
-        f"in both time and {cost}. Searched was {parts}.{unpriced}</p>{chart('front')}"
+        f"<p>Each point of the front is the best layout on some nodes{certain}: nothing that was searched is "
+        f"better in both time and {cost}. Searched was {parts}.{unpriced}</p>{chart('front')}"
         f"{_plans(report, report.front)}"
     )
 
@@ -95,7 +96,7 @@ def _plan_row(report: ClusterReport, rank: int, plan: ClusterPlan) -> Row:
         (format_seconds(plan.step_seconds), repr(plan.step_seconds)),
         ("-", "0") if dollars is None else (format_dollars(dollars), repr(dollars)),
         (format_bytes(plan.peak.total), str(plan.peak.total)),
-        ('<span class="good">yes</span>' if plan.fits else '<span class="bad">no</span>', None),
+        (fit_answer(plan), None),
     ]
 
 
@@ -147,9 +148,8 @@ def _decisions(report: ClusterReport) -> str:
         name, other = _DECISIONS[each.decision], each.plan
         chosen = escape(other_choice(each.decision, report.plan))
         if other is None:
-            rows.append(
-                [(name, None), (chosen, None), ("nothing else fits", None), *[("-", "inf")] * 2, ("", None)]
-            )
+            none = f"nothing else {'is certain to fit' if report.certain else 'fits'}"
+            rows.append([(name, None), (chosen, None), (none, None), *[("-", "inf")] * 2, ("", None)])
             continue
         layout = other.layout
         schedule = f", {schedule_text(layout)}" if layout.degrees.pp > 1 else ""
