@@ -92,7 +92,8 @@ class Stepped:
         from osdp.integrations.huggingface.token_step import Slicer
 
         tensor = self.plan.tensor
-        return Slicer(self.module, self.plan.tp if tensor is not None and tensor.sequence is not None else 1)
+        shared_by = self.plan.tp if tensor is not None and tensor.sequence is not None else 1
+        return Slicer(self.module, shared_by, self._steps.device)
 
     def eval_step(
         self,
@@ -145,7 +146,8 @@ class Stepped:
                 ``()`` sequences do not end early.
             pad_token_id: Token after the end of a sequence; as the model is configured if ``None``.
             sampling: ``do_sample``, ``temperature``, ``top_k``, ``top_p`` and ``generator`` of
-                :class:`osdp.runtime.pipeline.generation.Sampling`.
+                :class:`osdp.runtime.pipeline.generation.Sampling`; with ``do_sample=True`` a temperature,
+                top_k or top_p that is not given is as the model is configured.
 
         Returns:
             Prompts and new tokens, of shape ``(samples, length + at most max_new_tokens)``, until all

@@ -47,7 +47,7 @@ class StepRunner:
         self._stage_group = running.links.stage_group
         self._tensor_group = running.links.tensor_group
         self._schedules: dict[tuple[int | None, str | None, int], Schedule] = {}
-        self._compared = self._slices_compared = False
+        self._compared = False
 
     def train_step(
         self,
@@ -67,7 +67,7 @@ class StepRunner:
                 "optimizer.zero_grad() between steps, and let num_microbatches= accumulate within one"
             )
         num_slices = slicing.slices.num_slices if slicing else 1
-        if slicing and not self._slices_compared:
+        if slicing:  # in every step: ranks may pad their batches to other lengths
             self._compare_slices(slicing.slices.lengths)
         plan, parts = self._prepared(inputs, targets, num_microbatches, schedule, num_slices)
         if slicing:
@@ -201,6 +201,11 @@ class StepRunner:
         )
 
     @property
+    def device(self) -> torch.device:
+        """This rank's device."""
+        return self._device
+
+    @property
     def message_specs(self) -> MessageSpecs:
         """Shape and dtype of each kind of message between stages so far."""
         return self._pipeline.message_specs
@@ -251,7 +256,6 @@ class StepRunner:
                 ends = sum(at * size for at, size in enumerate(lengths, start=1))
                 self._require_equal((len(lengths), ends), group, "token slices and where they end")
         self._require_equal((len(lengths),), self._data_group, "token slices")
-        self._slices_compared = True
 
     def _require_equal(self, numbers: Sequence[int], group: dist.ProcessGroup, what: str) -> None:
         if group.size() == 1:

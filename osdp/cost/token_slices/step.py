@@ -45,7 +45,7 @@ class SliceTables:
         backward: Seconds of backward, same shape.
         send: Seconds until a slice is at the next stage, or its gradient at the previous one, same shape.
         blocking: Whether the sender waits for that.
-        kept_bytes: Activation bytes per token that a stage keeps until its backward.
+        kept_bytes: Activation bytes that a stage keeps until its backward, for one token of all sequences.
     """
 
     points: Ints
@@ -127,7 +127,7 @@ def slice_tables(
         num_layers: Number of layers of a stage, if it differs from that of the latency model.
         link: Link to the next stage; ``None`` if sends are free.
         blocking: Whether the sender waits for a send.
-        kept_bytes: Activation bytes per token of the microbatch that a stage keeps until its backward.
+        kept_bytes: Activation bytes that a stage keeps until its backward, for one token of one sequence.
 
     Raises:
         ValueError: The model has no latencies of ``batch`` sequences, or a number is not positive.
@@ -147,7 +147,7 @@ def slice_tables(
         scale * pass_seconds(entry.backward, lengths, contexts),
         send,
         blocking,
-        kept_bytes,
+        batch * kept_bytes,
     )
 
 

@@ -44,10 +44,11 @@ class SliceCache(DynamicCache):
     def of(cls, model: nn.Module) -> "Callable[..., SliceCache]":
         """Make a function that returns an empty cache of ``model`` for a sequence of ``length`` tokens.
 
-        Raises:
-            ValueError: Layers of the model cache something other than keys and values.
+        :func:`check_sliceable` must have passed the model.
         """
-        layers, name = _layers(model), cache_argument(model)
+        config: Any = model.config
+        cache: Any = DynamicCache(config=config)
+        layers, name = cache.layers, cache_argument(model)
         assert name is not None  # check_sliceable refuses such models
 
         return lambda length=0: cls(_stored(layers, length), {}, name)
@@ -64,6 +65,8 @@ class SliceCache(DynamicCache):
 
     def next_cache(self, past: Mapping[int, Pair], length: int) -> "SliceCache":
         """The cache of the next slice, after one of ``length`` tokens."""
+        # The forward has ended: a module that is recomputed is to find the cache as long as it was before.
+        self.layers = list(self._before)
         layers = []
         for index, layer in enumerate(self._after):
             after = copy.copy(layer)
@@ -121,19 +124,12 @@ def _empty(states: torch.Tensor, length: int) -> torch.Tensor:
     return states.new_empty(*states.shape[:-2], length, states.shape[-1])
 
 
-def _layers(model: Any) -> list[DynamicLayer]:
-    layers = DynamicCache(config=model.config).layers
-    known = [layer for layer in layers if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer)]
-    if len(known) < len(layers) or not layers:
-        strange = sorted(
-            {type(layer).__name__ for layer in layers} - {type(layer).__name__ for layer in known}
-        )
-        raise ValueError(
-            f"{type(model).__name__} caches more than keys and values from token to token "
-            f"({', '.join(strange) or 'no layer is known'}): its sequences cannot be cut into slices; plan "
-            "without token slices"
-        )
-    return [layer for layer in known if isinstance(layer, DynamicLayer)]
+def _strange_layers(config: Any) -> list[str]:
+    """Kinds of a model's cache layers that hold something other than keys and values."""
+    cache: Any = DynamicCache(config=config)
+    known = (DynamicLayer, DynamicSlidingWindowLayer)
+    strange = sorted({type(layer).__name__ for layer in cache.layers if type(layer) not in known})
+    return strange if cache.layers else ["no layer is known"]
 
 
 def check_sliceable(model: nn.Module, *, trains: bool = True) -> None:
@@ -144,7 +140,8 @@ def check_sliceable(model: nn.Module, *, trains: bool = True) -> None:
         trains: Whether slices are trained on; otherwise tokens are generated one by one.
 
     Raises:
-        ValueError: The model attends to later tokens, or has no key-value cache; the message says which.
+        ValueError: The model attends to later tokens, has no key-value cache, or caches something else, too;
+            the message says which.
     """
     config = getattr(model, "config", None)
     both_ways = sorted({type(m).__name__ for m in model.modules() if getattr(m, "is_causal", None) is False})
@@ -160,6 +157,8 @@ def check_sliceable(model: nn.Module, *, trains: bool = True) -> None:
     elif config is None or cache_argument(model) is None:
         takes = " or ".join(CACHE_ARGUMENTS)
         reason = f"its forward takes no {takes} and use_cache, so it has no cache like transformers' decoders"
+    elif strange := _strange_layers(config):
+        reason = f"it caches more than keys and values from token to token ({', '.join(strange)})"
     elif trains and drops_cache(model):
         reason = (
             "its own activation checkpointing drops the cache in training; turn that off and let the plan "
@@ -169,6 +168,8 @@ def check_sliceable(model: nn.Module, *, trains: bool = True) -> None:
         return
     what = "cannot be cut into token slices" if trains else "cannot be generated token by token"
     instead = "train without token_slices" if trains else "use predict"
+    if not trains and hasattr(model, "generate"):
+        instead += ", or the model's own generate(input_ids=), for which it must be whole"
     raise ValueError(f"the sequences of {type(model).__name__} {what}: {reason}; {instead}")
 
 

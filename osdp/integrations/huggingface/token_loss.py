@@ -11,8 +11,9 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from osdp.integrations.huggingface.models import causal_lm_loss, masked_lm_loss
 from osdp.runtime.losses import LossFn
 
-#: Number of adjacent positions that a loss is tried on, and maximum number of places in a sequence to try.
-_TRIED, _PLACES = 4, 16
+#: Number of adjacent positions that a loss is tried on, maximum number of places in a sequence to try, and of
+#: samples.
+_TRIED, _PLACES, _SAMPLES = 4, 16, 2
 
 
 def next_token_labels(labels: torch.Tensor, *, ignore_index: int = -100) -> torch.Tensor:
@@ -49,7 +50,9 @@ def by_position(loss_fn: LossFn | None, targets: Any) -> tuple[LossFn, Any]:
     return loss_fn, targets
 
 
-def check_by_position(loss_fn: LossFn, targets: Any, length: int, vocabulary: int) -> bool:
+def check_by_position(
+    loss_fn: LossFn, targets: Any, length: int, vocabulary: int, device: torch.device | None = None
+) -> bool:
     """Check that a loss and its count are sums over the positions of a sequence.
 
     The loss is tried on random logits for a few positions, the same on all ranks: its value for all of them
@@ -60,6 +63,7 @@ def check_by_position(loss_fn: LossFn, targets: Any, length: int, vocabulary: in
         targets: Its second argument, with ``length`` positions along dim 1.
         length: Number of positions of a sequence.
         vocabulary: Size of the last dimension of the logits.
+        device: Where the loss is computed; by default where the targets are.
 
     Returns:
         Whether the check was conclusive: it is not if none of the positions that were tried counts.
@@ -70,14 +74,18 @@ def check_by_position(loss_fn: LossFn, targets: Any, length: int, vocabulary: in
     like = _like(targets, length)
     if length < 2:
         return True
-    tried = min(length, _TRIED)
+    samples, tried, place = min(len(like), _SAMPLES), min(length, _TRIED), device or like.device
     generator = torch.Generator("cpu").manual_seed(0)
-    logits = torch.randn(len(like), tried, vocabulary, generator=generator, device="cpu").to(like.device)
+    logits = torch.randn(samples, tried, vocabulary, generator=generator, device="cpu").to(place)
 
     def values(begin: int, start: int, stop: int) -> tuple[float, float]:
         def part(leaf: Any) -> Any:
-            along = isinstance(leaf, torch.Tensor) and leaf.dim() > 1 and leaf.shape[1] == length
-            return leaf[: len(like), begin + start : begin + stop] if along else leaf
+            if not isinstance(leaf, torch.Tensor):
+                return leaf
+            # Cut as microbatches are: also what has one number for each sample.
+            own = leaf[:samples] if leaf.dim() and len(leaf) == len(like) else leaf
+            along = own.dim() > 1 and own.shape[1] == length
+            return (own[:, begin + start : begin + stop] if along else own).to(place)
 
         given = () if targets is None else (tree_map(part, targets),)
         with torch.no_grad():
@@ -123,7 +131,7 @@ def check_targets(targets: Any, length: int) -> None:
 
 
 def _like(targets: Any, length: int) -> torch.Tensor:
-    """One or two samples of a target that is cut, for their number and device."""
+    """A target that is cut, for the number of samples and the device."""
     tensors = [leaf for leaf in tree_leaves(targets) if isinstance(leaf, torch.Tensor)]
     found = [tensor for tensor in tensors if tensor.dim() > 1 and tensor.shape[1] == length]
     if targets is None:
@@ -133,4 +141,4 @@ def _like(targets: Any, length: int) -> torch.Tensor:
             f"targets of shape (samples, {length}) are needed, to be cut like the sequences; got "
             f"{[tuple(tensor.shape) for tensor in tensors]}"
         )
-    return found[0][:2]
+    return max(found, key=len)

@@ -42,6 +42,15 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     "forced_eos_token_id": (None,),
 }
 
+#: As above, of settings that have an effect only when sampling.
+_PLAIN_SAMPLES: dict[str, tuple[Any, ...]] = {
+    "min_p": (None, 0.0),
+    "top_h": (None,),
+    "typical_p": (None, 1.0),
+    "epsilon_cutoff": (None, 0.0),
+    "eta_cutoff": (None, 0.0),
+}
+
 
 class Slicer:
     """Cuts the sequences of a model into token slices.
@@ -49,11 +58,13 @@ class Slicer:
     Args:
         model: A decoder of transformers, whole or with only the modules of some stages.
         shared_by: Number of ranks that share each sequence; it must divide the length of every slice.
+        device: Where steps run; by default where their targets are.
     """
 
-    def __init__(self, model: nn.Module, shared_by: int = 1) -> None:
+    def __init__(self, model: nn.Module, shared_by: int = 1, device: torch.device | None = None) -> None:
         self._model: Any = model
         self._shared_by = shared_by
+        self._device = device
         self._names = tuple(inspect.signature(model.forward).parameters)
         self._sliceable = False
         self._tried: LossFn | None = None
@@ -106,6 +117,7 @@ class Slicer:
                 f"slices of {uneven} tokens cannot be shared by {self._shared_by} tensor-parallel ranks; "
                 f"with sequence_parallel the length of every slice must be a multiple of {self._shared_by}"
             )
+        _check_frequencies(self._model.config, slices.lengths, inputs.get("position_ids"))
         return TokenSlicing(slices, partial(self._empty, length))
 
     def loss(self, loss_fn: LossFn | None, targets: Any, length: int) -> tuple[LossFn, Any]:
@@ -118,7 +130,7 @@ class Slicer:
         check_targets(wanted, length)
         if loss_fn is not self._tried:
             vocabulary = self._model.config.get_text_config().vocab_size
-            if check_by_position(found, wanted, length, vocabulary):
+            if check_by_position(found, wanted, length, vocabulary, self._device):
                 self._tried = loss_fn
         return found, wanted
 
@@ -127,7 +139,7 @@ class Slicer:
 
         Raises:
             ValueError: Padding is on the right, no token is requested, the model has too few positions or no
-                cache, or its ranks share sequences.
+                cache, its rotary frequencies would change on the way, or its ranks share sequences.
         """
         check_sliceable(self._model, trains=False)
         if not isinstance(prompt, torch.Tensor):
@@ -162,6 +174,9 @@ class Slicer:
                 "a prompt ends with padding: pad on the left, so that new tokens follow the last token of "
                 "the prompt"
             )
+        # Padding has no position.
+        lengths = [prompt.shape[1]] if mask is None else (mask != 0).sum(-1).tolist()
+        _check_switch(self._model.config, lengths, num_tokens)
         padded = mask is not None and bool((mask == 0).any())
         return {
             "prompt": prompt,
@@ -188,9 +203,10 @@ class Slicer:
                 "settings use transformers' own generate"
             )
         configured = getattr(self._model, "generation_config", self._model.config)
+        without_effect = _PLAIN | (_PLAIN_SAMPLES if sampling.get("do_sample") else {})
         strange = [
             f"{k}={getattr(configured, k)}"
-            for k, plain in _PLAIN.items()
+            for k, plain in without_effect.items()
             if getattr(configured, k, None) not in plain
         ]
         if strange:
@@ -202,6 +218,11 @@ class Slicer:
             ignored = ", ".join(sorted(set(sampling) - {"do_sample"}))
             if ignored:
                 raise ValueError(f"{ignored} has an effect only when sampling: pass do_sample=True, too")
+        if sampling.get("do_sample"):
+            defaults = {k: getattr(configured, k, None) for k in ("temperature", "top_k", "top_p")}
+            # To transformers, a top_k of 0 is none.
+            defaults["top_k"] = defaults["top_k"] or None
+            sampling = {k: value for k, value in defaults.items() if value is not None} | dict(sampling)
         if ends is None:
             ends = configured.eos_token_id
         found = () if ends is None else (ends,) if isinstance(ends, int) else tuple(ends)
@@ -221,6 +242,55 @@ def _length(inputs: Mapping[str, Any]) -> int:
     )
 
 
+def _frequency_limits(config: Any) -> list[tuple[str, int]]:
+    """Kinds of rotary frequencies that change with the length of an input, and the tokens up to which not."""
+    text = config.get_text_config(decoder=True)
+    given = getattr(text, "rope_parameters", None) or {}
+    # One for all layers, or one for each type of layers.
+    ropes = [rope for rope in given.values() if isinstance(rope, dict)] or [given]
+    found = []
+    for rope in ropes:
+        kind = rope.get("rope_type") or "default"
+        if kind == "longrope":
+            found.append((kind, rope["original_max_position_embeddings"]))
+        elif "dynamic" in kind:
+            found.append((kind, text.max_position_embeddings))
+    return found
+
+
+def _check_frequencies(config: Any, lengths: Sequence[int], positions: torch.Tensor | None) -> None:
+    """Raise if a slice would have other rotary frequencies than the whole sequence."""
+    limits = _frequency_limits(config) if len(lengths) > 1 else []
+    for kind, most in limits:
+        first, whole = lengths[0], sum(lengths)
+        if positions is not None:  # behind padding there are fewer
+            first = int(positions[..., :first].amax(-1).min()) + 1
+            whole = int(positions.max()) + 1
+        # Of longrope, all slices have the frequencies of long sequences if the first one is long enough.
+        if whole <= most or (kind == "longrope" and first > most):
+            continue
+        instead = f"make the first slice longer than {most} tokens, or " if kind == "longrope" else ""
+        raise ValueError(
+            f"sequences of {sum(lengths)} tokens cannot be cut into slices of {list(lengths)}: this model "
+            f"has other rotary frequencies ({kind}) for inputs of more than {most} tokens, and its slices "
+            f"would not have those of whole sequences; {instead}train without token_slices"
+        )
+
+
+def _check_switch(config: Any, lengths: Sequence[int], num_tokens: int) -> None:
+    """Raise if rotary frequencies would change while ``num_tokens`` follow prompts of ``lengths`` tokens."""
+    for kind, most in _frequency_limits(config):
+        # The last new token is never an input.
+        crossing = [length for length in lengths if length <= most < length + num_tokens - 1]
+        if kind == "longrope" and crossing:
+            raise ValueError(
+                f"{max(crossing)} tokens of a prompt and max_new_tokens={num_tokens} pass token {most}, "
+                "behind which this model has other rotary frequencies (longrope) for all tokens, also for "
+                f"those in its cache: pass max_new_tokens={most - max(crossing) + 1} or fewer, or longer "
+                "prompts"
+            )
+
+
 def _check(inputs: Mapping[str, Any], length: int) -> None:
     for name, reason in _REFUSED.items():
         if inputs.get(name) is not None:
@@ -230,9 +300,12 @@ def _check(inputs: Mapping[str, Any], length: int) -> None:
         raise ValueError(
             f"token slices need an attention_mask of shape (samples, {length}), got {tuple(mask.shape)}"
         )
-    if positions is not None and mask is None and bool((positions.diff(dim=-1) != 1).any()):
+    jumps = None if positions is None else positions.diff(dim=-1) != 1
+    if jumps is not None and mask is not None:
+        jumps = jumps & (mask[:, 1:] != 0) & (mask[:, :-1] != 0)  # those at padding mean nothing
+    if jumps is not None and bool(jumps.any()):
         raise ValueError(
             "position_ids that do not increase by one mark several sequences packed into one, which token "
-            "slices with a cache would mix: pass the sequences separately, or an attention_mask if it is "
-            "padding"
+            "slices with a cache would mix: pass the sequences separately, or an attention_mask that is 0 "
+            "where it is padding"
         )

@@ -68,7 +68,8 @@ class Prefix:
         now = self._next
         result = run(now.arguments)
         leaves = {
-            layer: tuple(tensor.detach().requires_grad_(torch.is_grad_enabled()) for tensor in pair)
+            # Those of frozen layers have no gradient: what attends to them would save activations for none.
+            layer: tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in pair)
             for layer, pair in now.held.items()
         }
         self._next = now.next_cache(leaves, length)  # type: ignore[arg-type]
@@ -96,7 +97,8 @@ class Prefix:
         """Collect the gradients of the cache that a slice read; called right before its backward."""
         for layer, pair in now.past.items():
             for which, leaf in enumerate(pair):
-                leaf.register_post_accumulate_grad_hook(partial(self._arrived, (layer, which)))
+                if leaf.requires_grad:
+                    leaf.register_post_accumulate_grad_hook(partial(self._arrived, (layer, which)))
 
     def _arrived(self, key: _Key, leaf: torch.Tensor) -> None:
         gradient, leaf.grad = leaf.grad, None

@@ -8,6 +8,7 @@ import torch
 from osdp import OSDP
 from osdp.plan.dims import ParallelDims
 from osdp.plan.sharding import Mode
+from osdp.runtime.pipeline.generation import Sampling
 from tests.helpers import distributed
 from tests.runtime.token_slices.test_slicing import decoder, plan_of, staged, wrapped
 
@@ -106,3 +107,19 @@ def interleaved() -> None:
 def test_data_and_tensor_parallel_ranks_generate_the_same() -> None:
     distributed.run(4, in_four_ranks, plan_of("gpt2", ParallelDims(2, 2, 1), Mode.FULL_SHARD), timeout=120)
     distributed.run(2, interleaved, timeout=120)
+
+
+def test_the_model_is_sampled_as_it_is_configured() -> None:
+    """Its temperature was ignored."""
+    # Needs transformers, without which the tests of this file are skipped where they import others.
+    from osdp.integrations.huggingface.token_step import Slicer
+
+    model: Any = decoder("gpt2")
+    configured = model.generation_config
+    configured.temperature, configured.top_k, configured.top_p = 0.6, 0, 0.9
+    found = Slicer(model).choice((), 0, {"do_sample": True, "top_p": 0.5})
+    assert found == Sampling(do_sample=True, temperature=0.6, top_p=0.5)
+    assert Slicer(model).choice((), 0, {}) == Sampling()
+    configured.min_p = 0.1
+    with pytest.raises(ValueError, match=r"generate with min_p=0\.1, which is not supported"):
+        Slicer(model).choice((), 0, {"do_sample": True})

@@ -29,6 +29,8 @@ from tests.runtime.pipeline.test_apply import devices, whole
 
 pytest.importorskip("transformers")
 
+import transformers
+
 from osdp.integrations.huggingface.slice_cache import SliceCache, check_sliceable
 from osdp.integrations.huggingface.token_loss import check_by_position, next_token_labels
 from osdp.integrations.huggingface.token_step import Slicer
@@ -230,6 +232,41 @@ def test_keys_and_values_of_all_slices_lie_in_one_tensor_each() -> None:
     assert list(stored.values()) == [held[-1].nbytes] * 4
 
 
+def test_what_is_recomputed_finds_the_length_that_it_found_first() -> None:
+    """Attention of Llama 4 asks for it, and scaled the queries of other positions."""
+    model, tokens = decoder("llama"), torch.ones(1, 4, dtype=torch.int64)
+    prefix = Prefix(SliceCache.of(model)(8))
+    found: list[Any] = []
+    for _ in range(2):
+        keys, _loss = prefix.forward(lambda more: model(input_ids=tokens, **more).logits.sum(), 4)
+        found.append(keys)
+    assert [[keys.get_seq_length(layer) for layer in (0, 1)] for keys in found] == [[0, 0], [4, 4]]
+    assert [keys.held[1][0].shape[-2] for keys in found] == [4, 8]
+
+
+def test_frozen_layers_take_no_gradients_of_keys_and_values() -> None:
+    """They saved their activations for it, from the second slice on."""
+    model: Any = decoder("llama", torch.float64)
+    model.requires_grad_(False)
+    trained = list(model.model.layers[1].requires_grad_(True).parameters())
+    tokens = torch.randint(3, 257, (1, 8), generator=torch.Generator().manual_seed(0))
+    wanted = torch.autograd.grad(model(input_ids=tokens).logits.square().sum(), trained)
+    prefix = Prefix(SliceCache.of(model)(8))
+    passes = []
+    for part in tokens.split(4, dim=1):
+        call = partial(model, input_ids=part)
+        passes.append(prefix.forward(lambda more, call=call: call(**more).logits.square().sum(), 4))
+    past = passes[1][0].past
+    assert [[leaf.requires_grad for leaf in past[layer]] for layer in (0, 1)] == [[False] * 2, [True] * 2]
+    for keys, loss in reversed(passes):
+        roots = list(prefix.roots(keys))
+        prefix.collect(keys)
+        tensors, gradients = zip((loss, None), *roots, strict=True)
+        torch.autograd.backward(tensors, gradients)
+    for parameter, gradient in zip(trained, wanted, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-5)
+
+
 def test_slices_of_a_shared_sequence_can_be_shared() -> None:
     slicer, inputs = Slicer(decoder("gpt2"), shared_by=2), {"input_ids": torch.ones(1, 8, dtype=torch.int64)}
     assert slicer.slicing(inputs, 3).slices.lengths == (4, 2, 2)
@@ -242,6 +279,9 @@ def test_slices_of_a_shared_sequence_can_be_shared() -> None:
 def other_slices() -> None:
     model = wrapped("gpt2", strategy="FULL_SHARD")
     inputs, labels = mine(model, *batch("gpt2"))
+    # Also in a later step: ranks may pad their batches to other lengths.
+    model.train_step(inputs, labels, causal_lm_loss, token_slices=2)
+    model.zero_grad()
     with pytest.raises(ValueError, match=r"differ in the number of token slices: .* to "):
         model.train_step(inputs, labels, causal_lm_loss, token_slices=2 + dist.get_rank())
 
@@ -288,6 +328,9 @@ def refusals() -> None:
     packed = {"input_ids": inputs["input_ids"], "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4, 5]])}
     with pytest.raises(ValueError, match="several sequences packed into one"):
         model.train_step(packed, labels, causal_lm_loss, token_slices=3)
+    with pytest.raises(ValueError, match="several sequences packed into one"):
+        ones = torch.ones_like(inputs["input_ids"])
+        model.train_step({**packed, "attention_mask": ones}, labels, causal_lm_loss, token_slices=3)
     with pytest.raises(ValueError, match=r"attention_mask of shape \(samples, 9\)"):
         wide = {**inputs, "attention_mask": torch.ones(SAMPLES, 1, LENGTH, LENGTH)}
         model.train_step(wide, labels, causal_lm_loss, token_slices=3)
@@ -309,6 +352,41 @@ def test_where_nothing_counts_nothing_is_proven() -> None:
     assert not check_by_position(masked_lm_loss, labels, 40, 7)
     labels[0, 3] = 1
     assert check_by_position(masked_lm_loss, labels, 40, 7)
+
+
+def by_advantage(
+    output: Any, targets: tuple[torch.Tensor, torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    labels, advantages = targets
+    chosen = output.logits.log_softmax(-1).gather(-1, labels[..., None])[..., 0]
+    return -(advantages[:, None] * chosen).sum(), torch.tensor(labels.numel())
+
+
+def test_a_loss_is_tried_on_the_numbers_of_the_samples_that_it_is_tried_on() -> None:
+    """The others' came as well: shapes did not match."""
+    targets = torch.ones(SAMPLES, LENGTH, dtype=torch.int64), torch.rand(SAMPLES)
+    assert check_by_position(by_advantage, targets, LENGTH, 7)
+
+
+def test_a_loss_is_tried_where_it_will_be_computed() -> None:
+    """Targets may come on the CPU, and the loss have weights on the GPU."""
+    places: set[str] = set()
+
+    def loss(output: Any, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        places.update((output.logits.device.type, labels.device.type))
+        return torch.zeros(()), torch.tensor(labels.shape[1])
+
+    labels = torch.ones(1, 8, dtype=torch.int64)
+    Slicer(decoder("gpt2"), device=torch.device("meta")).loss(loss, labels, 8)
+    assert places == {"meta"}
+
+
+def test_positions_may_jump_at_padding() -> None:
+    slicer, mask = Slicer(decoder("gpt2")), torch.tensor([[0, 0, 1, 1]])
+    inputs = {"input_ids": torch.ones(1, 4, dtype=torch.int64), "attention_mask": mask}
+    slicer.slicing({**inputs, "position_ids": torch.tensor([[0, 0, 0, 1]])}, 2)
+    with pytest.raises(ValueError, match="several sequences packed into one"):
+        slicer.slicing({**inputs, "position_ids": torch.tensor([[0, 0, 1, 0]])}, 2)
 
 
 def by_heart(_: None, output: Any, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -356,3 +434,52 @@ def test_a_decoder_that_is_configured_to_look_at_later_tokens_is_refused() -> No
     model.config.is_causal = False
     with pytest.raises(ValueError, match=r"\(is_causal=False in its configuration\) attends to later tokens"):
         check_sliceable(model)
+
+
+def test_recurrent_layers_are_refused_before_the_first_step() -> None:
+    """A plan with slices was written, and refused on the cluster."""
+    model: Any = decoder("llama")
+    model.config.layer_types = ["linear_attention", "full_attention"]
+    with pytest.raises(ValueError, match=r"caches more than keys and values from token to token \(LinearAtt"):
+        check_sliceable(model)
+    with pytest.raises(ValueError, match=r"token by token: .*; use predict, or the model's own generate"):
+        check_sliceable(model, trains=False)
+
+
+def test_frequencies_that_depend_on_the_length_are_refused() -> None:
+    """The first slices of Phi-3 had the frequencies of short sequences, in silence."""
+    sizes: dict[str, Any] = {
+        "vocab_size": 257, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 64,
+        "num_attention_heads": 4, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    }  # fmt: skip
+    rope = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    config: Any = transformers.Phi3Config(
+        **sizes, max_position_embeddings=32, original_max_position_embeddings=4, rope_parameters=rope
+    )
+    slicer, tokens = Slicer(transformers.Phi3ForCausalLM(config)), torch.ones(1, 9, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"other rotary frequencies \(longrope\) for inputs of more than 4"):
+        slicer.slicing({"input_ids": tokens}, 3)
+    assert slicer.slicing({"input_ids": tokens}, [5, 4]).slices.lengths == (5, 4)
+    assert slicer.slicing({"input_ids": tokens[:, :4]}, 2).slices.lengths == (2, 2)
+    # What is padded has fewer positions: here four, and four in a first slice of six tokens.
+    mask = torch.ones_like(tokens)
+    for padding, lengths, is_exact in ((5, [6, 3], True), (2, [6, 3], False), (2, [7, 2], True)):
+        mask[:, :padding] = 0
+        mask[:, padding:] = 1
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)
+        given = {"input_ids": tokens, "attention_mask": mask, "position_ids": positions}
+        if is_exact:
+            slicer.slicing(given, lengths)
+        else:
+            with pytest.raises(ValueError, match="make the first slice longer than 4 tokens, or train"):
+                slicer.slicing(given, lengths)
+    with pytest.raises(ValueError, match="pass max_new_tokens=2 or fewer"):
+        slicer.request(tokens[:, :3], 3, None)
+    slicer.request(tokens[:, :3], 2, None)
+    slicer.request(tokens[:, :5], 3, None)
+    with pytest.raises(ValueError, match="3 tokens of a prompt and max_new_tokens=3 pass token 4"):
+        slicer.request(tokens[:, :5], 3, torch.tensor([[0, 0, 1, 1, 1]]))
+    stretched = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    config = transformers.LlamaConfig(**sizes, max_position_embeddings=8, rope_parameters=stretched)
+    with pytest.raises(ValueError, match=r"\(dynamic\) for inputs of more than 8 .*; train without token"):
+        Slicer(transformers.LlamaForCausalLM(config)).slicing({"input_ids": tokens}, [8, 1])

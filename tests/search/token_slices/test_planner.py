@@ -139,6 +139,8 @@ def test_tables_come_from_the_latency_model_and_the_link() -> None:
         3, PassLatency((8, 32), (1.0, 4.0), (0.5, 0.0, 0.0, 0.0)), PassLatency((8, 32), (2.0, 8.0))
     )
     latency = TokenLatency("gpt2", "cpu", num_layers=2, token_bytes=100, batches=(entry,))
+    kept = slice_tables(latency, 3, 28, kept_bytes=10).costs(TokenSlices((16, 12)))
+    assert [cost.activation_bytes for cost in kept] == [3 * 16 * 10, 3 * 12 * 10]
     found = slice_tables(latency, 3, 28, num_layers=4, link=PointToPointLink(1.0, 1000.0))
     assert found.points.tolist() == [0, 8, 16, 24, 28]
     assert found.length == 28
