@@ -222,9 +222,8 @@ def make_profiler(
                     loss_fn=loss_fn, cache=cache, progress=is_first(),
                 )  # fmt: skip
         except NotCachedError:
-            if len(trainings) > 1:  # of some batches there may be profiles
-                return [found for training in trainings for found in profile([training])]
-            return [_by_upper_end(estimate(description, device, trainings[0]), description)]
+            # All of them: which batch is faster must not depend on which of them was measured before.
+            return [_by_upper_end(estimate(description, device, each), description) for each in trainings]
 
     return profile
 

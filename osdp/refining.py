@@ -11,6 +11,7 @@ plan that turns out slower than the one before is left again.
 import logging
 import math
 import weakref
+from collections import Counter
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import replace
 from statistics import fmean, median, mode
@@ -56,6 +57,7 @@ HORIZON = 1000
 _PATIENCE = 50
 
 _IN_STEP = "forwards run inside of optimizer.step(closure)"
+_CUT = "plans with stages or tensor parallelism cannot be refined while they train"
 
 
 class Refinable(Protocol):
@@ -73,17 +75,20 @@ class Refinable(Protocol):
         """Go on under another plan."""
 
 
-def check_can_refine(device: str, described: object, plan: Plan | None) -> None:
+def check_can_refine(device: str, described: object, plan: Plan | None, *, is_cut: bool) -> None:
     """Raise where refining cannot be, before a model is measured and wrapped.
 
     Args:
         device: The type of device that it runs on.
         described: What it is described with.
         plan: A finished plan for it, if there is one.
+        is_cut: Whether it is cut into stages, or its layers are shared by tensor-parallel ranks.
 
     Raises:
         ValueError: Steps on such devices are not timed, or such a plan is not searched again.
     """
+    if is_cut:
+        raise ValueError(f"{_CUT}: leave refine= out, or start='estimated', which turns it on")
     _check_timed(device)
     if isinstance(described, BatchMix):
         raise ValueError(
@@ -108,8 +113,9 @@ def check_alike(mesh: DeviceMesh, *, refines: bool) -> None:
 def _check_timed(device: str) -> None:
     if device != "cpu":
         raise ValueError(
-            "refine times collectives that the host waits for, as gloo's are; on accelerators call "
-            "model.switch(plan, optimizer) with a plan of osdp.what_if"
+            "refine times collectives that the host waits for, as gloo's are; on accelerators leave refine= "
+            "out, or start='estimated', which turns it on, and call model.switch(plan, optimizer) with a "
+            "plan of osdp.what_if"
         )
 
 
@@ -131,8 +137,10 @@ def check_refine(
     Raises:
         TypeError: What is given is no optimizer of torch.
         ValueError: The plan cannot be searched again, or an optimizer is missing.
-        RuntimeError: The model is not between two steps.
+        RuntimeError: The model is cut, or not between two steps.
     """
+    if not model.plan.is_whole:  # on all ranks
+        raise RuntimeError(f"{_CUT}: save a checkpoint, and load it into the model under another plan")
 
     def check() -> None:
         applied = model._applied
@@ -203,7 +211,9 @@ class Refiner:
         self._most = model.plan.local_batch
         self._seconds_before = 0.0
         self._counter: RemovableHandle | None = None
-        self._forwards = self._held_up = 0
+        self._forwards = 0
+        #: Forwards at which the plan was not refined, by the reason.
+        self._held_up: Counter[str] = Counter()
         #: Whether steps are recorded once more, since the batch changed between them.
         self._again = False
         self._follows_plan = False
@@ -243,6 +253,12 @@ class Refiner:
             self.pause()
             self._look_for_optimizers()
             return
+        if self._model._applied.sharded.trains_others:
+            # What a step takes while a part is frozen says nothing of those that the plan is for.
+            self.pause()
+            self._steps_at_start = self._steps
+            self._tell_of("other parameters are trained than when the model was wrapped")
+            return
         settled = self._steps - self._steps_at_start >= SETTLING
         if not settled or (self._recorder is not None and len(self._recorder.steps) < RECORDED):
             return
@@ -274,8 +290,8 @@ class Refiner:
 
     def _tell_of(self, waiting_for: str) -> None:
         """Say once what plans are not refined for."""
-        self._held_up += 1
-        if self._held_up == _PATIENCE and is_first():
+        self._held_up[waiting_for] += 1
+        if self._held_up[waiting_for] == _PATIENCE and is_first():
             logger.warning(
                 "the plan is not refined yet: it is at the beginning of a forward between two steps, and at "
                 "%d of them %s%s",
@@ -348,11 +364,11 @@ class Refiner:
             return
         self._again = False
         if (fault := _shape_fault(shapes, plan)) is not None:
-            self._end(max(median(step.seconds for step in steps) for steps in everyone), fault)
+            self._end(median(step_seconds(everyone)), fault, level=logging.WARNING)
             return
         profile = self._basis.profile_at(plan.local_batch)
         measured = combined(everyone, plan, profile, follows_plan=self._follows_plan)
-        seconds = max(median(step.seconds for step in steps) for steps in everyone)
+        seconds = median(step_seconds(everyone))
         self._most = max(self._most, measured.local_batch)
         batch = measured.local_batch, measured.microbatches
         if batch != self._batch:
@@ -385,7 +401,11 @@ class Refiner:
 
         other = on_first_rank(search, group)
         if isinstance(other, str):
-            self._end(seconds, other)
+            self._end(seconds, other, level=logging.WARNING)
+        elif other.in_doubt and self._round < ROUNDS:
+            # These steps decide nothing, and nothing is corrected by them: others are recorded.
+            self._measured.pop()
+            self._steps_at_start = self._steps - SETTLING
         else:
             self._take(other, seconds)
 
@@ -427,6 +447,7 @@ class Refiner:
                 seconds,
                 "parameters have hooks of yours, which may know them by identity, and a switch makes others: "
                 "the plan is kept; model.switch(plan, optimizers) goes on under another",
+                level=logging.WARNING,
             )
             return False
         # Some may not have stepped when the first were found.
@@ -439,14 +460,14 @@ class Refiner:
                 raise
             # Nothing was changed, or the plan before was applied again.
             self._plan = self._model.plan
-            self._end(seconds, f"the model could not switch: {error}")
+            self._end(seconds, f"the model could not switch: {error}", level=logging.WARNING)
             return False
         self._plan = self._model.plan
         self._switches += 1
         self._steps_at_start = self._steps
         return True
 
-    def _end(self, seconds: float, reason: str) -> None:
+    def _end(self, seconds: float, reason: str, *, level: int = logging.INFO) -> None:
         self.stop()
         self.result = Refinement(
             before=self._first_plan,
@@ -460,7 +481,7 @@ class Refiner:
             reason=reason,
         )
         if is_first():
-            logger.info("%s", self.result)
+            logger.log(level, "%s", self.result)
 
 
 def _shape_fault(shapes: Collection[tuple[int, ...]], plan: Plan) -> str | None:
@@ -510,7 +531,8 @@ def combined(
 ) -> StepMeasurement:
     """One measurement of what all ranks recorded: medians over steps, of the rank that computes longest.
 
-    A collective takes as long as on the rank that came to it last.
+    A collective takes as long as on the rank that came to it last, and so does what a backward takes beyond
+    compute: the others wait in theirs, such as for a rank that logs or loads more.
 
     Args:
         everyone: Steps of each rank.
@@ -519,6 +541,10 @@ def combined(
         follows_plan: Whether the loop reduces gradients when the plan says; ``train_step`` does so anyway.
     """
     slowest = max(everyone, key=lambda steps: median(_compute(step) for step in steps))
+    beyond = [
+        min(step.backward_seconds - sum(step.backward.values()) for step in ranks)
+        for ranks in zip(*everyone, strict=True)
+    ]
     samples = max(step.samples for steps in everyone for step in steps)
     # Of most steps: one whose backward failed, and that was repeated, has a forward more.
     microbatches = mode(step.batch[1] for step in slowest)
@@ -528,13 +554,18 @@ def combined(
         forward=_stretches([step.forward for step in slowest]),
         backward=_stretches([step.backward for step in slowest]),
         collectives=_collectives(everyone, plan),
-        backward_seconds=median(step.backward_seconds for step in slowest),
+        backward_seconds=median(sum(step.backward.values()) for step in slowest) + max(median(beyond), 0.0),
         optimizer_seconds=median(step.optimizer_seconds for step in slowest),
         reductions=min(max(mode(step.reductions for step in slowest), 1), microbatches),
         follows_plan=follows_plan or all(step.scheduled > 0 for step in slowest),
         in_cpu_time=slowest[0].in_cpu_time,
-        spread=relative_spread([step.seconds for step in slowest]) / math.sqrt(len(slowest)),
+        spread=relative_spread(step_seconds(everyone)) / math.sqrt(len(slowest)),
     )
+
+
+def step_seconds(everyone: Sequence[Sequence[RecordedStep]]) -> list[float]:
+    """Seconds of each step: on the rank that waited least for others, which may do more besides."""
+    return [min(step.seconds for step in ranks) for ranks in zip(*everyone, strict=True)]
 
 
 def _stretches(steps: Sequence[dict[tuple[str, ...], float]]) -> tuple[StretchTime, ...]:
@@ -553,8 +584,10 @@ def _compute(step: RecordedStep) -> float:
 
 def _collectives(everyone: Sequence[Sequence[RecordedStep]], plan: Plan) -> tuple[CollectiveTime, ...]:
     names = {GATHER: "all_gather", REDUCE: "reduce_scatter"}
+    operators = basis_of(plan).model_desc.operators
+    trained = {each.name for operator in operators for each in operator.parameters if each.trainable}
     flat = {
-        unit.operators[0]
+        unit.operators[0]: plan.sharding.parameters_of(unit)
         for unit in plan.sharding.units
         if unit.mode is not Mode.HYBRID_SHARD and not unit.route.in_two_steps
     }
@@ -573,5 +606,7 @@ def _collectives(everyone: Sequence[Sequence[RecordedStep]], plan: Plan) -> tupl
         means = [
             fmean(min(seconds for _, seconds in each) for each in zip(*ranks, strict=True)) for ranks in alike
         ]
-        found.append(CollectiveTime(names[code], "world", alike[0][0][0][0], median(means), count))
+        handled = [name for name in flat[unit] if code == GATHER or name in trained]
+        nbytes = alike[0][0][0][0]
+        found.append(CollectiveTime(names[code], "world", nbytes, median(means), count, len(handled)))
     return tuple(found)

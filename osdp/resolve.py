@@ -17,10 +17,11 @@ from osdp.integrations.fairscale import is_same, unmark, with_marked_options
 from osdp.model.description import ModelDesc
 from osdp.model.training import Training
 from osdp.options import PlanOptions, declared, defaults
+from osdp.plan.dims import degrees
 from osdp.plan.plan import Plan
 from osdp.profiler.links.machine import device_kind
 from osdp.runtime.computation import Computation
-from osdp.runtime.mesh import data_parallel_mesh, device_type, require_process_group
+from osdp.runtime.mesh import data_parallel_mesh, device_type, dims_of, require_process_group
 from osdp.runtime.running import RunningModel, apply, check_model_parallel_options
 from osdp.text import parse_bytes
 from osdp.tracing.sample_batch import BatchMix, SampleBatch
@@ -69,6 +70,16 @@ class Asked:
     def degrees(self) -> dict[str, int | None]:
         """The degrees that were asked for."""
         return {"pp": self.options["pp"], "dp": self.options["dp"], "tp": self.options["tp"]}
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the model is cut into stages, or its layers are shared by tensor-parallel ranks."""
+        if self.plan is not None:
+            return not self.plan.is_whole
+        if self.mesh is None:
+            require_process_group()
+        found = degrees(dist.get_world_size(), **self.degrees) if self.mesh is None else dims_of(self.mesh)
+        return found.pp > 1 or found.tp > 1
 
 
 def check_reuse(model: nn.Module, asked: Asked) -> None:

@@ -44,6 +44,7 @@ from osdp.runtime.sharding.module_api import PlannedModule
 from osdp.runtime.stages import StageLinks
 from osdp.runtime.steps import StepRunner
 from osdp.runtime.switch import TakenApart, check_switch, with_inner
+from osdp.runtime.uncounted_memory import tell_of_too_little
 from osdp.stepped import Stepped
 from osdp.torch_private.modules import share_registries
 
@@ -184,7 +185,7 @@ class OSDP(Stepped, Wrapped, PlannedModule, nn.Module):
         check_reuse(model, asked)
         if refine:
             device = device_type(model) if mesh is None else device_of(mesh).type
-            check_can_refine(device, asked.model_desc, asked.plan)
+            check_can_refine(device, asked.model_desc, asked.plan, is_cut=asked.is_cut)
         fsdp_arguments.check_device(options.get("device_id"), model, mesh)
         before = PlainParameters(model)
         backwards = Backwards(asked.find_unused_parameters, asked.options["double_backward"])
@@ -220,7 +221,10 @@ class OSDP(Stepped, Wrapped, PlannedModule, nn.Module):
         named = applied.model.named_parameters(remove_duplicate=False)
         stored = {name: applied.stored(parameter) for name, parameter in named}
         replaced = before.replaced_by(stored)
-        measured = MeasuredSteps(applied.plan, device_of(applied.mesh))
+        device = device_of(applied.mesh)
+        measured = MeasuredSteps(applied.plan, device)
+        in_pipeline = applied.mesh["pp"].get_local_rank() if applied.plan.pp > 1 else 0
+        tell_of_too_little(applied.plan, device, in_pipeline)
         self.__dict__["_measured"] = measured
         self.__dict__["_optimizer_check"] = OptimizerCheck(applied, stored, replaced, measured)
         self.training = applied.model.training

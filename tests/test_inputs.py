@@ -1,5 +1,8 @@
 """What callers pass: devices of all ranks or of one stage, and models that some ranks cannot describe."""
 
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -8,10 +11,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from osdp import OSDP, DeviceInfo, inputs
-from osdp.inputs import resolve_stage_device
+from osdp import OSDP, DeviceInfo, ModelDesc, Profile, Training, inputs
+from osdp.inputs import make_profiler, resolve_stage_device
+from osdp.options import defaults
 from osdp.plan.dims import ParallelDims
-from osdp.profiler.cache import MeasurementCache
+from osdp.profiler.cache import MeasurementCache, NotCachedError
+from osdp.profiler.roofline import estimate
 from tests.helpers.distributed import run
 
 
@@ -47,6 +52,24 @@ def share_of_a_stage(dims: tuple[int, int, int]) -> int:
 def test_stages_share_the_memory_of_their_host(dims: tuple[int, int, int]) -> None:
     """Each rank was promised the host's memory over the ranks of its own stage: pp times its share."""
     assert run(4, share_of_a_stage, dims) == [2**32] * 4
+
+
+def test_batches_are_compared_by_figures_of_one_kind() -> None:
+    """One that had been measured before was compared with estimates of the others."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+    desc = ModelDesc.from_module(model, torch.zeros(4, 8), loss_fn=lambda y: y.sum())
+    devices = DeviceInfo(memory_limit=2**30, flops=1e10, memory_bandwidth=1e10)
+
+    def cached_at_two(*_: Any, trainings: Sequence[Training], **__: Any) -> list[Profile]:
+        if [each.local_batch for each in trainings] != [2]:
+            raise NotCachedError("segments")
+        return [replace(estimate(desc, devices, trainings[0]), measured=True)]
+
+    options: Any = defaults()
+    measure = make_profiler(model, desc, None, devices, options, None, None, MeasurementCache(None))
+    with mock.patch.object(inputs, "profile_trainings", cached_at_two):
+        assert measure([Training(local_batch=2)])[0].measured
+        assert not any(each.measured for each in measure([Training(local_batch=size) for size in (4, 2)]))
 
 
 class Picky(nn.Module):

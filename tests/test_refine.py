@@ -5,16 +5,17 @@ import logging
 import weakref
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from osdp import OSDP, DeviceInfo, ModelDesc, Plan, Training, make_plan
+from osdp import OSDP, DeviceInfo, ModelDesc, Plan, Training, make_plan, refining
 from osdp.profiler.roofline import estimate
 from osdp.refine.refinement import Refinement
-from osdp.refining import RECORDED, SETTLING
+from osdp.refining import RECORDED, SETTLING, check_refine
 from osdp.runtime.ranks.participants import GATHER
 from osdp.runtime.step_recorder import StepRecorder
 from osdp.tracing.sample_batch import BatchMix
@@ -434,6 +435,52 @@ def test_steps_between_which_the_batch_grew_are_recorded_again() -> None:
     assert first == second >= 1
 
 
+def has_steps_that_differ() -> tuple[int, int]:
+    calls: list[int] = []
+    real = refining.next_plan
+
+    def noisy_once(*given: Any, **options: Any) -> Any:
+        calls.append(1)
+        return replace(real(*given, **options), fits=True, takes=False, in_doubt=len(calls) == 1)
+
+    with mock.patch.object(refining, "next_plan", noisy_once):
+        model = made(refine=True)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        for index in range(20):
+            step_on(model, optimizer, index, PLANNED)
+    assert model.refinement is not None and model.refinement.switches == 0
+    return model.refinement.steps, len(calls)
+
+
+def test_steps_that_differ_more_than_there_is_to_win_are_recorded_again() -> None:
+    """Four noisy steps ended the refinement, and the training stayed under the slower plan."""
+    (steps, calls), (other, _) = run(2, has_steps_that_differ)
+    assert steps == other >= SETTLING + 2 * RECORDED and calls == 2
+
+
+def freezes_a_part_at_first() -> None:
+    """All but the last block, for more steps than a refinement takes."""
+    model = made(refine=True)
+    first = model.plan
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    body = [parameter for name, parameter in model.named_parameters() if not name.startswith("3")]
+    for parameter in body:
+        parameter.requires_grad_(False)
+    for index in range(36):
+        step_on(model, optimizer, index, PLANNED)
+    assert model.refinement is None and model.plan is first
+    for parameter in body:
+        parameter.requires_grad_(True)
+    for index in range(36):
+        step_on(model, optimizer, index, PLANNED)
+    assert model.refinement is not None
+
+
+def test_steps_of_a_part_say_nothing_of_the_plan() -> None:
+    """The backward of the head was taken for that of the whole model, and all-reduces for free."""
+    run(2, freezes_a_part_at_first)
+
+
 def evaluates_more_on_one_rank() -> None:
     """Under a plan that shards, from the first step on."""
     desc, device, profile = planned()
@@ -517,6 +564,24 @@ def test_samples_of_another_shape_say_nothing_of_the_plan(first: int) -> None:
         assert reason.startswith("samples have shape (4, 64), and the plan was made for (1, 64)")
 
 
+def warns_of_what_is_not_refined() -> list[int]:
+    levels: list[int] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: levels.append(record.levelno)  # type: ignore[method-assign]
+    logger = logging.getLogger("osdp.refining")
+    logger.addHandler(handler)
+    try:
+        has_longer_sequences(0)
+    finally:
+        logger.removeHandler(handler)
+    return levels
+
+
+def test_a_refinement_that_could_not_be_made_is_warned_of() -> None:
+    """It was told at a level that nobody sees, and the estimated plan stayed."""
+    assert run(2, warns_of_what_is_not_refined) == [[logging.WARNING], []]
+
+
 def exchanges_its_optimizer() -> None:
     model = made(refine=True)
     optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
@@ -591,6 +656,9 @@ def asks_for_what_cannot_be() -> list[str]:
     with pytest.raises(ValueError) as caught:
         OSDP(model, mix, "1GiB", loss_fn=loss_of, training=TRAINING, refine=True)
     said.append(str(caught.value))
+    with pytest.raises(ValueError) as caught:
+        OSDP(model, batch_of(0, PLANNED), "1GiB", loss_fn=loss_of, training=TRAINING, pp=2, refine=True)
+    said.append(str(caught.value))
     desc, device, profile = planned()
     # Nothing has been changed by that.
     OSDP(model, desc, device, training=TRAINING, profile=profile, loss_fn=loss_of)
@@ -600,9 +668,17 @@ def asks_for_what_cannot_be() -> list[str]:
 
 
 def test_what_cannot_be_refined_is_refused_before_training() -> None:
-    for mix, ranks in run(2, asks_for_what_cannot_be):
+    for mix, cut, ranks in run(2, asks_for_what_cannot_be):
         assert "a BatchMix has several" in mix
+        assert "stages or tensor parallelism cannot be refined" in cut and "leave refine= out" in cut
         assert "ranks differ in refine=" in ranks
+
+
+def test_a_model_in_stages_is_refused_by_name() -> None:
+    """Torch said that a mesh has three dimensions."""
+    cut: Any = mock.Mock(plan=mock.Mock(is_whole=False))
+    with pytest.raises(RuntimeError, match="stages or tensor parallelism cannot be refined"):
+        check_refine(cut, [], [], None)
 
 
 def refuses() -> list[str]:

@@ -32,6 +32,7 @@ def fitted_link(link: Link, timed: Sequence[CollectiveTime]) -> Link:
     >>> round(found.latency, 6), round(found.bandwidth)
     (0.01, 100000000)
     """
+    timed = _by_size(timed)
     measured = sum(each.count * each.seconds for each in timed)
     predicted = sum(each.count * link.seconds(each.nbytes) for each in timed)
     if measured <= 0 or predicted <= 0:
@@ -59,8 +60,11 @@ def with_measured_links(
     """
     samples: dict[LinkKey, list[CollectiveTime]] = {}
     for each in timed:
+        # What parameters take one by one is priced beside links. Noise in it must not make units free.
+        apart = min(device.parameter_overhead * each.parameters, 0.75 * each.seconds)
         if each.seconds > 0:
-            samples.setdefault((each.collective, each.group), []).append(each)
+            alone = replace(each, seconds=each.seconds - apart)
+            samples.setdefault((each.collective, each.group), []).append(alone)
     now = {key_of(link): link for link in reversed(device.links) if key_of(link) in samples}
     fitted = {key: fitted_link(link, samples[key]) for key, link in now.items()}
     factors = [fitted[key].latency / link.latency for key, link in now.items() if link.latency > 0]
@@ -85,6 +89,19 @@ def with_measured_links(
 def geometric_mean(factors: Sequence[float]) -> float:
     """The geometric mean; 1 of none."""
     return math.exp(sum(map(math.log, factors)) / len(factors)) if factors else 1.0
+
+
+def _by_size(timed: Sequence[CollectiveTime]) -> list[CollectiveTime]:
+    """Those of each size as one, of their mean seconds: how they differ is noise, no error of the line."""
+    sizes: dict[int, list[CollectiveTime]] = {}
+    for each in timed:
+        sizes.setdefault(each.nbytes, []).append(each)
+    found = []
+    for alike in sizes.values():
+        count = sum(each.count for each in alike)
+        seconds = sum(each.count * each.seconds for each in alike) / count
+        found.append(replace(alike[0], seconds=seconds, count=count))
+    return found
 
 
 def _two_factors(link: Link, timed: Sequence[CollectiveTime]) -> tuple[float, float] | None:

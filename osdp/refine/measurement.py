@@ -30,6 +30,7 @@ class CollectiveTime:
         nbytes: Bytes of the whole tensor.
         seconds: Seconds on the rank that came last: those before it waited.
         count: How many of a step these seconds are the mean of.
+        parameters: Parameters of the unit that it handles one by one.
     """
 
     collective: str
@@ -37,6 +38,7 @@ class CollectiveTime:
     nbytes: int
     seconds: float
     count: int = 1
+    parameters: int = 0
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,8 @@ class NextPlan:
         price: Seconds that a switch takes, as estimated.
         takes: Whether the model should switch.
         reason: Why, in a sentence.
+        in_doubt: Whether the best plan is faster, but by no more than the measured steps differ; others may
+            differ less.
     """
 
     plan: Plan
@@ -42,6 +44,7 @@ class NextPlan:
     price: float
     takes: bool
     reason: str
+    in_doubt: bool = False
 
 
 def next_plan(
@@ -85,7 +88,8 @@ def next_plan(
             reason = (
                 f"the best plan would exceed the limit by {format_bytes(math.ceil(over))} with {most} samples"
             )
-    return NextPlan(best, shown.basis, shown.known_links, now, then, fits, price, takes, reason)
+    in_doubt = fits and LEAST_GAIN < 1 - then / now <= measured.spread
+    return NextPlan(best, shown.basis, shown.known_links, now, then, fits, price, takes, reason, in_doubt)
 
 
 def _peak_at(plan: Plan, basis: Basis, local_batch: int) -> float:

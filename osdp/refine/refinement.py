@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from osdp.explain.scaling import profile_at_batch
 from osdp.plan.basis import Basis
 from osdp.plan.plan import Plan
 from osdp.text import align, format_seconds
@@ -49,9 +50,14 @@ class Refinement:
 
     @property
     def figures(self) -> list[tuple[str, float, float]]:
-        """What was corrected: its name, and its seconds as they were thought and as they were found."""
-        thought, found = self.thought.profile_at(self.before.local_batch), self.found.profiles[0]
-        desc = self.thought.model_desc
+        """What was corrected: its name, and its seconds as they were thought and as they were found.
+
+        Both at the batch that was found: more samples are no slower compute.
+        """
+        desc, batch = self.thought.model_desc, self.after.local_batch
+        of_batch = (profile for profile in self.found.profiles if profile.local_batch == batch)
+        found = next(of_batch, self.found.profiles[0])
+        thought = profile_at_batch(self.thought.profile_at(self.before.local_batch), desc, found.local_batch)
         rows: list[tuple[str, float, float]] = []
         for name in ("forward", "backward"):
             sums = [

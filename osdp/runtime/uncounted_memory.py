@@ -93,6 +93,32 @@ def watch_uncounted(model: nn.Module, plan: Plan, device: torch.device, steps: S
     handles.append(model.register_forward_hook(disable(after)))
 
 
+def tell_of_too_little(plan: Plan, device: torch.device, rank: int = 0) -> None:
+    """Warn if a plan needs more than an accelerator has left, each rank for its own.
+
+    Args:
+        plan: The plan.
+        device: This rank's device, on which the model lies as planned.
+        rank: Its place in its pipeline, whose ranks need different amounts.
+    """
+    if device.type != "cuda":
+        return
+    needed = plan.peaks[rank] if plan.peaks else plan.predicted.peak_bytes
+    free, total = torch.cuda.mem_get_info(device)
+    # What torch has taken is there for the model.
+    room = free + torch.cuda.memory_reserved(device)
+    if needed > room:
+        logger.warning(
+            "the plan, made for a limit of %s, needs %s, and %s has %s of %s left for it: the CUDA context, "
+            "NCCL or another program has the rest. Plan for a lower limit, or free the device",
+            format_bytes(plan.memory_limit),
+            format_bytes(needed),
+            device,
+            format_bytes(room),
+            format_bytes(total),
+        )
+
+
 def _of_forwards(plan: Plan, held: Sequence[torch.Tensor], steps: Steps) -> Iterator[_Uncounted]:
     """What the last forward has left; ``held`` are those of its outputs that the loop holds."""
     if steps.awaits_backward:

@@ -8,15 +8,20 @@ import pytest
 import torch
 from torch import nn
 
-from osdp import ModelDesc, Plan, make_plan
+from osdp import Link, ModelDesc, Plan, make_plan
 from osdp.explain.scaling import device_with_faster_links, profile_at_batch, profile_with_faster_compute
 from osdp.explain.what_if import search_again
 from osdp.hardware.profile import Profile
 from osdp.plan.basis import Basis
+from osdp.plan.sharding import Mode
 from osdp.refine.corrections import corrected, problem_of
+from osdp.refine.link_times import fitted_link, with_measured_links
 from osdp.refine.measurement import CollectiveTime, StepMeasurement, StretchTime
 from osdp.refine.next_plan import LEAST_GAIN, next_plan, switch_seconds, worth_it
+from osdp.refine.refinement import Refinement
 from osdp.refine.stretches import end_of_model, stretches_of
+from osdp.refining import combined, step_seconds
+from osdp.runtime.step_recorder import RecordedStep
 from tests.explain.conftest import device
 from tests.explain.conftest import planned as planned
 from tests.refine.synthetic import measured_under
@@ -156,6 +161,60 @@ def test_what_is_missing_in_a_backward_is_not_charged_to_a_few_all_reduces(
     assert found.seconds(2**20) == pytest.approx(thought)
 
 
+def test_noise_among_units_of_one_size_is_no_error_of_a_link() -> None:
+    """Each unit counted as a size: plans half as slow again were as good as the best, since simpler."""
+    link = Link("all_gather", "world", 2, 1e-4, 1e9)
+    timed = [
+        CollectiveTime("all_gather", "world", nbytes, noise * link.seconds(nbytes))
+        for nbytes in (10**6, 10**7)
+        for noise in (0.6, 1.4)
+    ]
+    found = fitted_link(link, timed)
+    assert (found.latency, found.bandwidth) == pytest.approx((link.latency, link.bandwidth))
+    assert found.residual == pytest.approx(0.0, abs=1e-9)
+    # What is off the line by size still is its error.
+    bent = [replace(each, seconds=2 * each.seconds) if each.nbytes == 10**7 else each for each in timed]
+    bent.append(CollectiveTime("all_gather", "world", 10**8, link.seconds(10**8)))
+    assert 0.3 < fitted_link(link, bent).residual < 0.6
+
+
+def test_what_parameters_take_one_by_one_is_no_slower_link() -> None:
+    """Units of many small tensors were priced with it twice."""
+    devices = replace(device(ranks=2), parameter_overhead=2e-5)
+    link = devices.link("all_gather")
+    timed = [
+        CollectiveTime("all_gather", "world", nbytes, link.seconds(nbytes) + 12 * 2e-5, parameters=12)
+        for nbytes in (10**5, 10**7)
+    ]
+    found = with_measured_links(devices, timed)[0].link("all_gather")
+    assert (found.latency, found.bandwidth) == pytest.approx((link.latency, link.bandwidth))
+
+
+def recorded(late: float, compute: float = 0.1) -> RecordedStep:
+    """A step whose backward waits ``late`` seconds for another rank."""
+    return RecordedStep(
+        samples=2,
+        forwards=1,
+        reductions=1,
+        forward={("",): compute},
+        backward={("",): 0.2},
+        forward_seconds=compute,
+        backward_seconds=0.25 + late,
+        optimizer_seconds=0.05,
+    )
+
+
+def test_a_rank_that_logs_more_is_no_slow_network(planned: Callable[..., Plan]) -> None:
+    """Rank 0 evaluated between two steps: the other's backward, where it waited, was the step's."""
+    plan = planned(fraction=20.0, strategy="NO_SHARD")
+    waits = [recorded(late, compute=0.101) for late in (0.01, 0.02, 5.0, 0.01)]
+    everyone = [[recorded(0.0)] * 4, waits]
+    found = combined(everyone, plan, basis_of(plan).profiles[0])
+    assert found.backward_seconds == pytest.approx(0.25)
+    assert found.spread == pytest.approx(0.0, abs=1e-9)
+    assert step_seconds(everyone) == pytest.approx([0.4] * 4)
+
+
 def test_memory_is_corrected_upwards_alone(planned: Callable[..., Plan]) -> None:
     plan = planned(fraction=0.9)
     basis = basis_of(plan)
@@ -196,6 +255,31 @@ def test_a_switch_has_to_earn_its_price() -> None:
     for spread, then in ((0.0, 1 - 0.9 * LEAST_GAIN), (0.15, 0.9), (0.0, 1.2)):
         takes, reason = worth_it(1.0, then, fits=True, spread=spread, steps_left=10**9, price=0.0)
         assert not takes and "cannot be told apart" in reason
+
+
+def test_a_gain_that_steps_hide_is_in_doubt(planned: Callable[..., Plan]) -> None:
+    plan = planned(fraction=20.0, strategy="FULL_SHARD")
+    basis = basis_of(plan)
+    basis = replace(basis, options=replace(basis.options, allowed=tuple(Mode)))
+    measured = measured_under(plan, basis)
+    sure = next_plan(plan, basis, measured, steps_left=10**6)
+    assert sure.takes and not sure.in_doubt
+    spread = 1.1 * (1 - sure.then / sure.now)
+    hidden = next_plan(plan, basis, replace(measured, spread=spread), steps_left=10**6)
+    assert hidden.in_doubt and not hidden.takes
+    already = next_plan(sure.plan, sure.basis, measured_under(sure.plan, sure.basis), steps_left=10**6)
+    assert not already.in_doubt
+
+
+def test_more_samples_are_no_slower_compute(planned: Callable[..., Plan]) -> None:
+    """A batch that had doubled was told as compute that takes twice what was thought."""
+    plan = planned(fraction=20.0)
+    thought = basis_of(plan)
+    found = with_batch(2)(thought)
+    told = Refinement(plan, plan, thought, found, 6, 0, 1.0, 1.0, "it is over")
+    rows = {name: (before, after) for name, before, after in told.figures}
+    for name in ("compute, forward", "compute, backward"):
+        assert rows[name][0] == pytest.approx(rows[name][1])
 
 
 def test_the_price_is_of_what_is_stored_in_another_way(planned: Callable[..., Plan]) -> None:

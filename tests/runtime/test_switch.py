@@ -17,6 +17,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from osdp import OSDP
 from osdp.errors import PlanMismatchError
+from osdp.nn.sliced_weight import LOCAL
 from osdp.plan.plan import Plan
 from osdp.plan.sharding import Mode, Route
 from osdp.torch_private.autograd import apply_function
@@ -210,6 +211,28 @@ def has_left_nothing_behind() -> None:
 
 def test_nothing_is_left_behind_but_what_is_named() -> None:
     run(2, has_left_nothing_behind)
+
+
+def holds_no_values_of_the_plan_before() -> None:
+    model = made()
+    named = plans(model)
+    wrapped = OSDP(model, plan=named["shard all"])
+    optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-3)
+    for index, name in enumerate(("replicate all", "mixed leaves", "in slices", "shard all")):
+        step_on(wrapped, optimizer, index)
+        listed, want = list(wrapped.parameters()), held(wrapped, optimizer)
+        wrapped.switch(named[name], optimizer)
+        assert_equal(held(wrapped, optimizer), want, name)
+        for each in listed:
+            assert not hasattr(each, LOCAL), name
+            own = getattr(each, "_local_tensor", each)
+            with torch._C.DisableTorchFunctionSubclass():
+                assert own.untyped_storage().nbytes() <= 8, name
+
+
+def test_a_list_of_parameters_keeps_no_memory_of_the_plan_before() -> None:
+    """A plan was left since it needed too much memory, and a list for clipping kept its weights."""
+    run(2, holds_no_values_of_the_plan_before)
 
 
 def refuses() -> None:

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 
+import pytest
 import torch
 from torch import nn
 
@@ -131,3 +132,26 @@ def on_two_ranks() -> None:
 
 def test_what_no_plan_counts_is_told_where_it_does_not_fit() -> None:
     run(2, on_two_ranks)
+
+
+def test_a_plan_for_more_than_a_gpu_has_is_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A limit of 80GiB on a GPU that is sold with 80 GB: the first steps ran out of memory."""
+    small, gpu = plan_by_hand(nn.Linear(2, 2), Mode.NO_SHARD, 1), torch.device("cuda", 0)
+    predicted = replace(small.predicted, peak_bytes=79 * 2**30)
+    large = replace(small, predicted=predicted, memory_limit=80 * 2**30)
+    cut = replace(large, peaks=(79 * 2**30, 78 * 2**30))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (70 * 2**30, 79 * 2**30))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 8 * 2**30)
+    with caplog.at_level(logging.WARNING, logger=uncounted_memory.__name__):
+        uncounted_memory.tell_of_too_little(small, gpu)
+        uncounted_memory.tell_of_too_little(large, torch.device("cpu"))
+        uncounted_memory.tell_of_too_little(cut, gpu, 1)
+        assert not caplog.messages
+        uncounted_memory.tell_of_too_little(large, gpu)
+        uncounted_memory.tell_of_too_little(cut, gpu, 0)
+    message, of_the_first = caplog.messages
+    assert message == of_the_first
+    for part in ("limit of 80.00 GiB", "needs 79.00 GiB", "78.00 GiB of 79.00 GiB left"):
+        assert part in message

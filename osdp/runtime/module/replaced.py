@@ -7,6 +7,7 @@ ones become :class:`ReplacedTensor`: their gradient is their successor's, and co
 error.
 """
 
+import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -147,6 +148,8 @@ class PlainParameters:
     def replaced_by(self, stored: Mapping[str, nn.Parameter]) -> "Replaced":
         """Mark the parameters that are still referenced; users' attributes and hooks go to their successors.
 
+        Their values are dropped: the successors have them already.
+
         Args:
             stored: The parameters that the optimizer sees from now on, by every FQN.
         """
@@ -164,12 +167,30 @@ class PlainParameters:
             # Those of a model that is tensor-parallel before it is wrapped are its own business.
             if type(old) is nn.Parameter or (self._leaves_plan and isinstance(old, DTensor)):
                 kind: type[Any] = ReplacedParameter if type(old) is nn.Parameter else ReplacedShards
+                _drop_values(old)
                 old.__class__ = kind
                 vars(old).update(fqn=name, successor=new)
                 marked.append(weakref.ref(old))
             elif old is not None:
                 others[id(old)] = (plain.reference, (name, new))
         return Replaced(others, marked)
+
+
+def _drop_values(old: torch.Tensor) -> None:
+    """Let go of the memory of ``old``, which nobody may read any more, whoever still refers to it.
+
+    Tensors that share it, such as its successor or views that a user has made, keep it.
+    """
+    vars(old).pop(LOCAL, None)
+    with torch.inference_mode(False), torch.no_grad():
+        own = old._local_tensor if isinstance(old, DTensor) else old.detach()
+        # Of the same shape, which may be asked for. A graph from before that still reads it must not go on
+        # with numbers that look like weights.
+        nothing = own.new_full((), math.nan if own.is_floating_point() else 0).expand(own.shape)
+        if isinstance(old, DTensor):
+            old._local_tensor = nothing
+        else:
+            old.data = nothing
 
 
 def _of_users(parameter: nn.Parameter) -> dict[str, Any]:

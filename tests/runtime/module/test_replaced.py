@@ -157,6 +157,18 @@ def lists_made_before_give_gradients_and_nothing_else() -> None:
         assert all(parameter.grad is None for parameter in model.parameters())
 
 
+def lists_made_before_hold_no_values() -> None:
+    """The whole model stayed in memory beside its shards as long as a list for clipping was kept."""
+    for name in PLANS:
+        plain = make()
+        held = list(plain.parameters())
+        model = wrapped(name, plain)
+        with torch._C.DisableTorchFunctionSubclass():
+            assert all(p.untyped_storage().nbytes() <= 8 for p in held), name
+        assert [p.shape for p in held] == [p.shape for p in model.parameters()], name
+        train(model, adam(model.parameters()))
+
+
 def losses_are_scaled_and_gradients_unscaled() -> None:
     """A scaler looks at the optimizer's gradients before the first step."""
     want = single_process(adam)
@@ -256,6 +268,7 @@ CHECKS = (
     an_optimizer_with_states_is_refused,
     checkpoints_take_it,
     lists_made_before_give_gradients_and_nothing_else,
+    lists_made_before_hold_no_values,
     losses_are_scaled_and_gradients_unscaled,
     what_users_attached_stays,
     ties_and_frozen_parameters,
