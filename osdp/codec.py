@@ -10,6 +10,7 @@ import hashlib
 import json
 import math
 import os
+import socket
 import types
 import typing
 from collections.abc import Callable, Hashable
@@ -58,7 +59,8 @@ def save(value: Any, path: str | Path) -> None:
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     # Another rank or run may read the same file meanwhile: it sees either the old text or the new one.
-    partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
+    # Process ids alone do not tell containers apart.
+    partial = target.with_name(f"{target.name}.{socket.gethostname()}.{os.getpid()}.partial")
     try:
         partial.write_text(to_json(value), encoding="utf8")
         partial.replace(target)

@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import os
+import socket
 import types
 import typing
 from enum import StrEnum
@@ -245,6 +247,23 @@ def test_saved_whole_or_not_at_all(tmp_path: Path) -> None:
         codec.save(object(), path)
     assert codec.load(Training, path).local_batch == 3
     assert [child.name for child in path.parent.iterdir()] == ["training.json"]
+
+
+def test_hosts_write_files_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes of two containers had one number: who renamed the file second found none."""
+    written: list[str] = []
+    write = Path.write_text
+
+    def noted(path: Path, *args: Any, **kwargs: Any) -> int:
+        written.append(path.name)
+        return write(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "write_text", noted)
+    monkeypatch.setattr(os, "getpid", lambda: 17)
+    for host in ("a", "b"):
+        monkeypatch.setattr(socket, "gethostname", lambda host=host: host)
+        codec.save(Training(), tmp_path / "training.json")
+    assert len(set(written)) == 2
 
 
 def test_another_version_is_named_before_its_fields(tmp_path: Path) -> None:

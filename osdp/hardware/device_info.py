@@ -196,10 +196,17 @@ class DeviceInfo(Savable):
         ]
         faults += [
             f"link {link.collective} in {link.group}: latency {link.latency} must not be negative and "
-            f"bandwidth {link.bandwidth} must be positive"
+            f"bandwidth {link.bandwidth} must be positive, both finite"
             for link in (*self.links, *self.tensor_links)
-            if link.latency < 0 or link.bandwidth <= 0
+            if not (0 <= link.latency < math.inf and 0 < link.bandwidth < math.inf)
         ]
+        faults += [
+            f"{name} must be finite and not negative, got {value}"
+            for name in ("unit_overhead", "parameter_overhead", "gradient_overhead", "pass_overhead")
+            if not 0 <= (value := getattr(self, name)) < math.inf
+        ]
+        if not 0 < self.copy_bandwidth < math.inf:
+            faults.append(f"copy_bandwidth must be positive and finite, got {self.copy_bandwidth}")
         faults += [
             f"unknown collective {link.collective!r}; there are {', '.join(COLLECTIVES)}"
             for link in (*self.links, *self.tensor_links)
@@ -252,6 +259,12 @@ class DeviceInfo(Savable):
             found.append(
                 f"other programs took {1 - 1 / self.contention:.0%} of a rank's core while links were "
                 "measured; measure again on a quiet machine"
+            )
+        others = {link.size for link in self.links if link.group == "world"} - {self.world_size}
+        if others:
+            found.append(
+                f"the links are those of {', '.join(map(str, sorted(others)))} ranks, and {self.world_size} "
+                "are described: measure there, or ask osdp.what_if(plan, ranks=...), which scales them"
             )
         worst = max((*self.links, *self.tensor_links), key=lambda link: link.residual, default=None)
         if worst is not None and worst.residual > DOUBTFUL_RESIDUAL:

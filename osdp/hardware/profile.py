@@ -204,11 +204,12 @@ class Profile(Savable):
     @property
     def doubts(self) -> tuple[str, ...]:
         """What makes the measured seconds unreliable, for the notes of plans; empty if nothing does."""
-        if self.spread <= UNSTABLE:
-            return ()
-        return (
-            f"profiled steps differ by {self.spread:.0%} from their median: the machine was busy; profile "
-            "again on a quiet one",
+        spreads = {"profiled": self.spread, "optimizer": self.optimizer.spread}
+        return tuple(
+            f"{kind} steps differ by {spread:.0%} from their median: the machine was busy; profile again "
+            "on a quiet one"
+            for kind, spread in spreads.items()
+            if spread > UNSTABLE
         )
 
     @cached_property

@@ -14,9 +14,9 @@ class MemoryReport(Savable):
         step_seconds: Median of the latest steps, from one optimizer step to the next; ``None`` before there
             are some.
         predicted_step_seconds: The same as planned.
-        peak_bytes: Most bytes that the device's allocator had given out at once; ``None`` on CPUs, whose
-            allocator does not count.
-        reserved_bytes: Most bytes that it had taken from the device.
+        peak_bytes: Most bytes that the device's allocator had given out at once since the model was wrapped,
+            or switched to its plan; ``None`` on CPUs, whose allocator does not count.
+        reserved_bytes: Most bytes that it had taken from the device since then.
         resident_bytes: Most memory that the process had in RAM, all its libraries among it.
         predicted_peak_bytes: The plan's peak, above what was there before the model was wrapped.
         memory_limit: The limit that was planned for.

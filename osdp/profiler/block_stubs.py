@@ -26,7 +26,7 @@ class _Result:
         shape: Its shape.
         dtype: Its dtype.
         device: Its device.
-        differentiable: Whether a gradient flows into it.
+        differentiable: Whether a gradient may flow into it.
         source: Path of a similar tensor among the inputs; ``None`` if there is none.
         is_source: Whether it is that very tensor.
     """
@@ -147,11 +147,16 @@ def _result(leaf: Any, inputs: dict[str, torch.Tensor]) -> Any:
     if not isinstance(leaf, torch.Tensor):
         return leaf
     same = next((path for path, tensor in inputs.items() if tensor is leaf), None)
+    # In a reentrant checkpoint nothing requires a gradient but in the recomputation, of which no hook tells.
+    differentiable = leaf.requires_grad or (
+        not torch.is_grad_enabled() and (leaf.is_floating_point() or leaf.is_complex())
+    )
     like = (
         path
+        for needs_gradient in (differentiable, leaf.requires_grad)
         for path, tensor in inputs.items()
-        if (tensor.shape, tensor.dtype, tensor.requires_grad) == (leaf.shape, leaf.dtype, leaf.requires_grad)
+        if (tensor.shape, tensor.dtype, tensor.requires_grad) == (leaf.shape, leaf.dtype, needs_gradient)
     )
     return _Result(
-        leaf.shape, leaf.dtype, leaf.device, leaf.requires_grad, same or next(like, None), same is not None
+        leaf.shape, leaf.dtype, leaf.device, differentiable, same or next(like, None), same is not None
     )

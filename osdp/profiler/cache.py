@@ -23,7 +23,7 @@ import torch.distributed as dist
 from osdp import codec
 from osdp.comm.objects import broadcast_object, gather_objects, is_first, on_first_rank
 from osdp.nn.random_states import preserve_random_states
-from osdp.profiler.links.machine import hardware, machine_name
+from osdp.profiler.links.machine import hardware, identity, machine_name
 from osdp.text import format_seconds
 
 _LOGGER = logging.getLogger(__name__)
@@ -138,7 +138,8 @@ class MeasurementCache:
         if not self._measures:
             raise NotCachedError(name)
         # A start that measures draws as many of the user's random numbers as one that finds all: none.
-        with preserve_random_states(_device_in_use()):
+        # Probes run backwards, whatever the caller has switched off.
+        with preserve_random_states(_device_in_use()), torch.enable_grad():
             return measure()
 
     def report(self) -> None:
@@ -215,13 +216,15 @@ def _device_in_use() -> torch.device:
     return torch.device("cpu")
 
 
-def layout(group: dist.ProcessGroup | None) -> list[tuple[int, int]]:
-    """Numbers of the host and of the machine that each rank is on; all ranks of the group call it.
+def layout(group: dist.ProcessGroup | None, device: torch.device) -> list[Any]:
+    """Host and machine of each rank, as numbers, and its hardware; all ranks of the group call it.
 
     Containers of one machine share its cores. That has another name after each boot, a container at each
-    start.
+    start. The slowest rank decides what a step takes.
     """
-    return _numbered(gather_objects((socket.gethostname(), machine_name()), group))
+    everyone = gather_objects((socket.gethostname(), machine_name(), hardware(device)), group)
+    places = _numbered([(host, machine) for host, machine, _ in everyone])
+    return [places, [kind for _, _, kind in everyone]]
 
 
 def _numbered(places: Sequence[tuple[str, str]]) -> list[tuple[int, int]]:
@@ -234,11 +237,13 @@ def placement(device: torch.device, group: dist.ProcessGroup | None) -> list[Any
 
     All ranks of the group, or of the world, call it.
     """
-    everyone = gather_objects((socket.gethostname(), machine_name(), hardware(device)), group)
-    hosts = list(dict.fromkeys(host for host, _, _ in everyone))
+    mine = socket.gethostname(), machine_name(), hardware(device), identity(device)
+    everyone = gather_objects(mine, group)
+    hosts = list(dict.fromkeys(host for host, _, _, _ in everyone))
     return [
-        _numbered([(host, machine) for host, machine, _ in everyone]),
-        [kind for _, _, kind in everyone],
+        _numbered([(host, machine) for host, machine, _, _ in everyone]),
+        [kind for _, _, kind, _ in everyone],
+        [gpu for _, _, _, gpu in everyone],
         # Only their names distinguish networks; on one host there is none.
         hosts if len(hosts) > 1 else [],
         _network_settings(),

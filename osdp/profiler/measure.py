@@ -12,6 +12,7 @@ from osdp.allocator import keep_freed_memory
 from osdp.hardware.profile import OptimizerProfile, Profile
 from osdp.model.description import ModelDesc
 from osdp.model.training import Training
+from osdp.nn.random_states import preserve_random_states
 from osdp.profiler.cache import MeasurementCache
 from osdp.profiler.links.machine import device_kind
 from osdp.profiler.optimizer import cached_optimizer
@@ -119,7 +120,9 @@ def profile_trainings(
         group=None if mesh is None else mesh.get_group(mesh.ndim - 1),
         progress=progress,
     )
-    resident = library_workspace(target) + convolution_scratchpad(model, target)
+    # cuBLAS is asked by a layer, whose weights are drawn and whose backward needs gradients.
+    with preserve_random_states(target), torch.enable_grad():
+        resident = library_workspace(target) + convolution_scratchpad(model, target)
     optimizer = cached_optimizer(training, device=target, mesh=mesh, cache=cache)
     on_host = None if target.type == "cpu" else _profile_host_optimizer(training, mesh, cache)
     return [

@@ -117,7 +117,7 @@ def cached_optimizer(
     facts = [_METHOD, flags, hardware(torch.device(device))]
     if mesh is not None and cache.is_on:
         # Those of one machine share its memory's bandwidth.
-        facts += [mesh.ndim, layout(mesh.get_group(mesh.ndim - 1))]
+        facts += [mesh.ndim, layout(mesh.get_group(mesh.ndim - 1), torch.device(device))]
     return cache.get_or_measure(
         "optimizer",
         OptimizerProfile,

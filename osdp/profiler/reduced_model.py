@@ -81,6 +81,8 @@ class ReducedModel:
     def drop_gradients(self) -> None:
         """Free the gradients, as ``zero_grad`` does before a step."""
         self.model.zero_grad(set_to_none=True)
+        for tensor in self.batch.tensors:
+            tensor.grad = None
 
     def segments(self, intervals: Sequence[Interval]) -> list[int]:
         """Index of the segment that each interval belongs to, :data:`NOWHERE` in stubs.
@@ -119,7 +121,7 @@ def reduced_model(
             f"{names[0]!r}; describe this model first"
         )
     # 2. Weights are made only for the blocks that run: the whole model may not fit on the device.
-    twin = copy_without_weights(model, on_meta)
+    twin = copy_without_weights(model, on_meta, device)
     left_out = tuple(repeat.block for repeat in repeats)
     random_weights(twin, device, param_dtype, left_out)
     moved = batch.to(device, param_dtype)

@@ -92,6 +92,9 @@ def _estimate_host_optimizer(training: Training, device_info: DeviceInfo) -> Opt
     host = device_info.host
     if host is None or not host.memory_bandwidth:
         return None
+    if training.foreach is None and not training.fused:
+        # As it is measured, and as a plan with units in host memory asks for it.
+        training = replace(training, foreach=True)
     return estimate_optimizer(training, "cpu", host.memory_bandwidth)
 
 

@@ -40,6 +40,7 @@ from osdp.profiler.progress import Progress, progress_bar
 from osdp.profiler.reduced_model import ReducedModel, reduced_model
 from osdp.profiler.repeats import Repeat, find_repeats
 from osdp.profiler.stopwatch import SWEPT_BYTES, Clock, Seconds, Stopwatch, time_both
+from osdp.torch_private.compiling import run_eagerly
 from osdp.tracing.loss import LossFn
 from osdp.tracing.memory_ledger import TraceMoment
 from osdp.tracing.module_walk import Interval
@@ -93,6 +94,7 @@ def profile_batches(
 
     Raises:
         ValueError: The model and the description do not belong together, or ``repeats`` is not positive.
+        RuntimeError: They could not be measured on another rank of ``group``.
     """
     if repeats < 1:
         raise ValueError(f"repeats must be at least 1, got {repeats}")
@@ -101,7 +103,7 @@ def profile_batches(
     bar = progress_bar((_WARMUP + repeats + 1) * len(batches), "profile", shown=progress)
     try:
         # Weights and dropout draw random numbers; the caller's generators stay as they are.
-        with preserve_random_states(target), torch.enable_grad():
+        with preserve_random_states(target), torch.enable_grad(), run_eagerly():
             samples = [SampleBatch.of(batch) for batch in batches]
             blocks = find_repeats(model_desc)
 
@@ -118,6 +120,18 @@ def profile_batches(
                 memory = measure_footprint(reduced, partial(build, sample), target)
                 found.append(_average_by_signature(model_desc, runs.seconds(), memory, runs.spread))
                 bar.update()
+    except Exception as error:  # whatever it is, the other ranks wait for this one's times
+        if isinstance(error, torch.OutOfMemoryError):
+            largest = max(SampleBatch.of(batch).local_batch for batch in batches)
+            error.add_note(
+                f"Layers were run to be measured, by local batches of up to {largest}: leave the largest of "
+                "local_batches= out, pass a sample batch of fewer samples, or free the device"
+            )
+            torch.cuda.empty_cache()  # the message to the other ranks needs some of it
+        if group is not None:
+            nothing: list[list[float]] = []
+            gather_objects((f"{type(error).__name__}: {error}", nothing), group)
+        raise
     finally:
         bar.close()
     if group is None:
@@ -138,7 +152,8 @@ def cached_batches(
 ) -> list[tuple[SegmentProfile, ...]]:
     """As :func:`profile_batches`, but measured once for a description, batch shapes, dtype and hardware.
 
-    How the weights lie in memory counts, too, and how many ranks of ``group`` are on which machines.
+    How the weights lie in memory counts, too, and how many ranks of ``group`` are on which machines, with
+    what hardware.
     """
     target = torch.device(device) if device is not None else default_device()
     samples = [SampleBatch.of(batch) for batch in batches]
@@ -151,10 +166,19 @@ def cached_batches(
     def lifetime(found: tuple[SegmentProfile, ...]) -> timedelta:
         return SPOILT if any(each.spread > UNSTABLE for each in found) else LIFETIME
 
-    ranks = layout(group) if group is not None and cache.is_on else []
+    ranks = layout(group, target) if group is not None and cache.is_on else []
     strides = [parameter.stride() for parameter in model.parameters()]
     facts = [
-        [_METHOD, model_desc, sample.specs, strides, hardware(target), ranks, param_dtype]
+        [
+            _METHOD,
+            model_desc,
+            sample.specs,
+            [tensor.requires_grad for tensor in sample.tensors],
+            strides,
+            hardware(target),
+            ranks,
+            param_dtype,
+        ]
         for sample in samples
     ]
     return cache.get_or_measure_all("segments", tuple[SegmentProfile, ...], facts, measure, lifetime)
@@ -174,8 +198,15 @@ def _of_the_slowest(
         varying: Seconds of its whole runs, for each batch.
         group: The ranks.
         on_host: Whether these are the host's, which issues the work.
+
+    Raises:
+        RuntimeError: A rank has none to tell, but why it failed.
     """
-    everyone = gather_objects(varying, group)
+    told = gather_objects(("", varying), group)
+    failed = [(rank, error) for rank, (error, _) in enumerate(told) if error]
+    if failed:
+        raise RuntimeError(f"layers could not be measured on rank {failed[0][0]}: {failed[0][1]}")
+    everyone = [own for _, own in told]
     rank = max(range(len(everyone)), key=lambda each: sum(map(median, everyone[each])))
     found = []
     for index, segments in enumerate(broadcast_object(measured, group, rank)):

@@ -38,6 +38,10 @@ class MeasuredSteps:
         self, plan: Plan, device: torch.device, clock: Callable[[], float] = time.perf_counter
     ) -> None:
         self._plan, self._device, self._clock = plan, device, clock
+        if device.type == "cuda":
+            # What measuring took, and the whole model before it was sharded, is no part of a step.
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(device)
         self._seconds: deque[float] = deque(maxlen=_KEPT)
         self._last: float | None = None
         self._count = 0

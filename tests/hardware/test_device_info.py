@@ -51,6 +51,21 @@ def test_every_fault_is_named_at_once() -> None:
         assert part in str(caught.value)
 
 
+def test_numbers_that_no_device_has_are_refused() -> None:
+    free = Link("all_gather", "world", 2, 0.0, float("inf"))
+    with pytest.raises(ValueError) as caught:
+        DeviceInfo(memory_limit=1, devices_per_node=2, links=(free,), copy_bandwidth=0.0, unit_overhead=-1e-3)
+    for part in ("bandwidth inf", "copy_bandwidth must be positive and finite, got 0.0", "got -0.001"):
+        assert part in str(caught.value)
+
+
+def test_links_of_another_number_of_ranks_are_doubted() -> None:
+    """Who edited "nodes" in a file planned for 32 ranks with the links of 16, called measured."""
+    assert not INFO.doubts
+    (doubt,) = dataclasses.replace(INFO, nodes=2).doubts
+    assert doubt.startswith("the links are those of 4 ranks, and 8 are described")
+
+
 def test_saved_and_loaded(tmp_path: Path) -> None:
     INFO.save(tmp_path / "device.json")
     assert DeviceInfo.load(tmp_path / "device.json") == INFO

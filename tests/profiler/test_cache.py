@@ -353,6 +353,29 @@ def test_an_optimizer_shares_the_memory_of_a_machine_with_the_ranks_on_it(tmp_pa
     assert first == [1, 1, 2]
 
 
+def _optimizers_of(folder: str, kinds: str) -> int:
+    """Measurements of an optimizer's step so far, after one on ranks of these kinds."""
+    mesh = init_device_mesh("cpu", (2,))
+    with (
+        mock.patch.object(cache_module, "hardware", lambda _: (kinds[dist.get_rank()],)),
+        mock.patch.object(optimizer, "profile_optimizer", lambda *_, **__: OptimizerProfile(1.0, 1.0, 1.0)),
+    ):
+        optimizer.cached_optimizer(Training(), device="cpu", mesh=mesh, cache=MeasurementCache(folder))
+    return len(os.listdir(folder))
+
+
+def _with_a_slower_second_rank(folder: str) -> list[int]:
+    found = [_optimizers_of(folder, kinds) for kinds in ("aa", "aa", "ab")]
+    dist.barrier()
+    return found
+
+
+def test_the_hardware_of_every_rank_counts(tmp_path: Path) -> None:
+    """A pair of fast machines was taken for a fast one and a slow one, whose steps take twice as long."""
+    first, _ = run(2, _with_a_slower_second_rank, str(tmp_path))
+    assert first == [1, 1, 2]
+
+
 def _ranks_of_a_core(folder: str) -> list[str]:
     links = tuple(Link(name, "world", 2, 1e-4, 1e9) for name in COLLECTIVES)
     devices = DeviceInfo(memory_limit=1, devices_per_node=2, links=links, measured=True)
@@ -378,9 +401,27 @@ def _placement(value: str) -> list[Any]:
         return cache_module.placement(torch.device("cpu"), None)
 
 
+def test_other_kernels_are_other_hardware(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Times of AVX-512 were read for a start with AVX2."""
+    before = machine.hardware(torch.device("cpu"))
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+    assert machine.hardware(torch.device("cpu")) != before
+
+
 def test_settings_of_transports_count_on_one_host_too() -> None:
     """NCCL_P2P_DISABLE=1 changes links inside a host severalfold."""
     assert run(2, _placement, "1") != run(2, _placement, "0")
+
+
+def _placement_of(gpus: str) -> list[Any]:
+    with mock.patch.object(cache_module, "identity", lambda _: gpus[dist.get_rank()]):
+        return cache_module.placement(torch.device("cpu"), None)
+
+
+def test_other_gpus_of_a_machine_have_other_links() -> None:
+    """Two GPUs without NVLink were planned for with the links of two that have it."""
+    assert run(2, _placement_of, "ab") == run(2, _placement_of, "ab")
+    assert run(2, _placement_of, "ab") != run(2, _placement_of, "ac")
 
 
 def test_every_door_has_the_same_default() -> None:

@@ -1,5 +1,7 @@
 """Measured optimizer steps, and the optimizer a Training describes."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -8,6 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from osdp.hardware.profile import OptimizerProfile, Profile
 from osdp.model.training import OPTIMIZERS, Training
 from osdp.profiler import optimizer as module
 from osdp.profiler.optimizer import make_optimizer, profile_matrices, profile_optimizer
@@ -98,6 +101,13 @@ def test_dtensors_are_stepped_as_the_runtime_does(mesh, monkeypatch) -> None:
     monkeypatch.setattr(module, "step_local_tensors", noted)
     profile_optimizer(Training(), device="cpu", mesh=mesh, seconds=0.02)
     assert set(stepped) == {4, 48}
+
+
+def test_steps_that_differ_are_told() -> None:
+    """They were measured again soon, and until then planned with as if the machine had been quiet."""
+    noisy = Profile("cpu", 1, (), OptimizerProfile(1.0, 1.0, 1.0, spread=0.4), 0, True, "model")
+    assert noisy.doubts[0].startswith("optimizer steps differ by 40% from their median")
+    assert not replace(noisy, optimizer=OptimizerProfile(1.0, 1.0, 1.0, spread=0.05)).doubts
 
 
 def test_made_optimizers_have_the_options() -> None:

@@ -10,17 +10,21 @@ from datetime import datetime, timedelta
 from functools import partial
 from pathlib import Path
 from statistics import median
+from types import MethodType
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
 from benchmarks.support.memory_oracle import measure_peak
 from osdp.hardware.profile import OptimizerProfile, PassProfile, Profile, SegmentProfile
 from osdp.model.description import ModelDesc
+from osdp.profiler import measure as measure_module
 from osdp.profiler import segments as segments_module
 from osdp.profiler.block_stubs import OutputTemplate
 from osdp.profiler.cache import MeasurementCache
@@ -679,6 +683,47 @@ def test_a_profile_is_that_of_the_slowest_rank() -> None:
     assert seconds > 0.04
 
 
+class FailsOnOneRank(nn.Module):
+    """Where it really runs: a description is made on fake tensors."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if dist.get_rank() == 1 and not isinstance(x, FakeTensor):
+            raise torch.OutOfMemoryError("the device is full")
+        return x
+
+
+def _profiled_where_one_rank_fails() -> tuple[str, str]:
+    model, x = nn.Sequential(nn.Linear(4, 4), FailsOnOneRank()), torch.ones(2, 4)
+    mesh = init_device_mesh("cpu", (2,))
+    try:
+        profile_model(model, describe(model, x), device="cpu", mesh=mesh, progress=False)
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}", " ".join(getattr(error, "__notes__", ()))
+    return "", ""
+
+
+def test_a_rank_that_fails_leaves_none_waiting() -> None:
+    """The others waited for its times until the process group's time-out."""
+    (other, _), (own, advice) = run(2, _profiled_where_one_rank_fails)
+    assert own == "OutOfMemoryError: the device is full" and "local batches of up to 2" in advice
+    assert other == f"RuntimeError: layers could not be measured on rank 1: {own}"
+
+
+def test_a_librarys_memory_is_found_without_the_users_random_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer finds cuBLAS's workspace in every start that plans: masks were others than under plan=."""
+
+    def workspace(device: torch.device) -> int:
+        torch.rand(3, device=device, requires_grad=True).sum().backward()
+        return 0
+
+    monkeypatch.setattr(measure_module, "library_workspace", workspace)
+    model, sample = _mlp()
+    desc, state = describe(model, sample), torch.get_rng_state()
+    with torch.no_grad():
+        assert profile_model(model, desc, sample, device="cpu", progress=False).measured
+    assert torch.equal(state, torch.get_rng_state())
+
+
 def test_profiling_writes_nothing_where_nobody_watches() -> None:
     code = """
 import torch
@@ -693,3 +738,93 @@ profile_model(model, ModelDesc.from_module(model, batch), batch, device="cpu")
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=120 * slowdown()
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+class Patched(nn.Module):
+    """Its forwards are functions around those that were there, and a hook calls a module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.adapter, self.last = (nn.Linear(8, 8) for _ in range(3))
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)) for _ in range(3))
+        before = self.first.forward
+        self.first.forward = MethodType(lambda _module, x: 1 + before(x), self.first)
+        for layer in self.layers:
+            plain = layer.forward
+            layer.forward = lambda x, plain=plain: x + plain(x)
+        adapter = self.adapter
+        self.last.register_forward_hook(lambda _module, args, out: out + adapter(args[0]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.last(x)
+
+
+def test_functions_that_hold_modules_run_their_copies() -> None:
+    """The user's own modules ran: their weights were used by no operator, and got gradients."""
+    model = Patched()
+    desc, _ = _profile(model, torch.randn(4, 8))
+    assert all(operator.executed for operator in desc.operators)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert all(int(layer[1].num_batches_tracked) == 0 for layer in model.layers)
+    _profile(model, torch.randn(4, 8), param_dtype="bfloat16")  # the user's own weights are float32
+
+
+def test_a_module_compiled_as_one_graph_is_described_and_measured() -> None:
+    """Under a dispatch mode torch compiles nothing, and said so as an error of the model's."""
+    compiled = [torch.compile(nn.Linear(8, 8), backend="eager", fullgraph=True) for _ in range(3)]
+    model, x = nn.Sequential(*compiled, nn.Linear(8, 4)), torch.randn(4, 8)
+    desc = describe(model, x)
+    assert all(operator.executed for operator in desc.operators)
+    assert profile_model(model, desc, x, device="cpu", progress=False).measured
+
+
+class Double(torch.autograd.Function):
+    """Takes one of autograd's numbers, also where no graph is made."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> Any:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return 2 * grads[0]
+
+
+class Doubling(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Double.apply(x)
+
+
+class Reentrant(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 16), Doubling(), nn.Linear(16, 8)) for _ in range(6)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=True)
+        return x
+
+
+def test_blocks_in_reentrant_checkpoints_are_measured() -> None:
+    """Stubs were not differentiable; the backward of a block was taken to be that of the one before."""
+    model, x = Reentrant(), torch.randn(4, 8)
+    desc = describe(model, x)
+    assert find_repeats(desc)
+    flops = []
+    for index in range(6):
+        own = [segment for segment in desc.segments if segment.module.startswith(f"blocks.{index}.")]
+        (last,) = (segment for segment in own if segment.backward.flops(4) > 0)
+        assert last.module == f"blocks.{index}.2"
+        flops.append(last.backward.flops(4))
+    assert len(set(flops)) == 1
+    cut = desc.operator("blocks.1.2").cut
+    assert cut is not None and cut.feeds_back
+    assert profile_model(model, desc, x, device="cpu", progress=False).measured

@@ -55,6 +55,18 @@ def test_steps_that_take_far_longer_than_planned_are_warned_of(caplog: pytest.Lo
         assert ("far longer than the plan says" in record.message) == (level == logging.WARNING)
 
 
+def test_peaks_on_a_gpu_are_those_since_wrapping(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The report told the peak of measuring a batch that the plan had not taken."""
+    done: list[object] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append("emptied"))
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", done.append)
+    plan = plan_by_hand(nn.Linear(2, 2), Mode.NO_SHARD, 1)
+    MeasuredSteps(plan, torch.device("cpu"))
+    assert done == []
+    MeasuredSteps(plan, torch.device("cuda", 0))
+    assert done == ["emptied", torch.device("cuda", 0)]
+
+
 def trained() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
     wrapped = OSDP(model, plan=plan_by_hand(model, Mode.FULL_SHARD, 2))

@@ -43,6 +43,7 @@ from osdp.profiler.links.machine import (
     measure_flops,
     measure_host_link,
     on_one_machine,
+    ranks_on_this_machine,
 )
 from osdp.profiler.links.overlap import OverlapProbe
 from osdp.profiler.links.plan_probe import measure_hooks
@@ -105,8 +106,6 @@ def detect(
     alone = mesh is None and not dist.is_initialized()
     where = resolve_where(device, mesh)
     nodes, per_node = resolve_shape(mesh, devices_per_node)
-    if limit is None:
-        limit = available_memory(where, per_node)
     size = nodes * per_node
     if group_sizes is None:
         group_sizes = (per_node,) if min(nodes, per_node) > 1 else ()
@@ -117,6 +116,8 @@ def detect(
         world = world_mesh(mesh, where.type, size)
         group = world.get_group()
         _check_sizes(group_sizes, sizes, size)
+    if limit is None:
+        limit = available_memory(where, per_node, on_machine=_on_machine(world))
     found = cache_dir if isinstance(cache_dir, MeasurementCache) else MeasurementCache(cache_dir, group)
     if found.is_on:
         if world is None:
@@ -235,7 +236,7 @@ def _measure_links(
         fitted, by_route = min(attempts, key=lambda attempt: _worst_residual(attempt[0]))
         links += fitted
         overheads[name] = min(times.hooks for seen in by_route.values() for times in seen.values())
-    return links, overheads["world"]
+    return links, max(overheads["world"], 0.0)
 
 
 def _lifetime(info: DeviceInfo) -> timedelta:
@@ -247,13 +248,20 @@ def _lifetime(info: DeviceInfo) -> timedelta:
 
 def with_memory(info: DeviceInfo, limit: int, where: torch.device, world: DeviceMesh | None) -> DeviceInfo:
     """The devices with the memory that is available now, the least of any rank: it is never cached."""
-    host = info.host
-    memory = 0 if host is None else available_memory(torch.device("cpu"), info.devices_per_node)
+    host, memory = info.host, 0
+    if host is not None:
+        on_machine = _on_machine(world)
+        memory = available_memory(torch.device("cpu"), info.devices_per_node, on_machine=on_machine)
     least = torch.tensor([limit, memory], dtype=torch.int64, device=where)
     if world is not None:
         dist.all_reduce(least, op=dist.ReduceOp.MIN, group=world.get_group())
     limit, memory = least.tolist()
     return replace(info, memory_limit=limit, host=None if host is None else replace(host, memory=memory))
+
+
+def _on_machine(world: DeviceMesh | None) -> int:
+    """Ranks of ``world`` on this rank's machine; without one this process is the only rank."""
+    return 1 if world is None else ranks_on_this_machine(world.get_group())
 
 
 def resolve_where(device: str | torch.device | None, mesh: DeviceMesh | None) -> torch.device:
@@ -262,7 +270,7 @@ def resolve_where(device: str | torch.device | None, mesh: DeviceMesh | None) ->
         if mesh is not None:
             return device_of(mesh)
         if dist.is_initialized():
-            device = "cuda" if "nccl" in dist.get_backend() else "cpu"
+            device = "cuda" if "nccl" in dist.get_backend_config() else "cpu"
         else:
             device = "cuda" if torch.cuda.is_available() else "cpu"
     where = torch.device(device)

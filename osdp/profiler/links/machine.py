@@ -30,6 +30,11 @@ _CGROUP_FILES = (
     ("memory.max", "memory.current", "inactive_file"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
+#: Variables by which users choose kernels of CPUs, where threads run and who allocates memory.
+_OF_KERNELS = (
+    "DNNL_MAX_CPU_ISA", "KMP_AFFINITY", "KMP_BLOCKTIME", "LD_PRELOAD", "MKL_ENABLE_INSTRUCTIONS",
+    "OMP_PLACES", "OMP_PROC_BIND", "ONEDNN_DEFAULT_FPMATH_MODE", "ONEDNN_MAX_CPU_ISA",
+)  # fmt: skip
 #: What names a running machine, and one of its network namespaces, better than a host name.
 _BOOT, _NETWORK = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/net")
 #: Bytes of the tensors copied to measure memory bandwidth: larger than caches.
@@ -68,7 +73,16 @@ def hardware(device: torch.device) -> tuple[str | int, ...]:
         backends.cudnn.benchmark,
         backends.cudnn.deterministic,
         backends.mkldnn.enabled,
+        backends.cpu.get_cpu_capability(),
+        *(f"{name}={os.environ[name]}" for name in _OF_KERNELS if name in os.environ),
     )
+
+
+def identity(device: torch.device) -> str:
+    """Where in its machine a GPU is: not all pairs have the same link, and machines of one kind are alike."""
+    if device.type != "cuda":
+        return ""
+    return str(getattr(torch.cuda.get_device_properties(device), "pci_bus_id", ""))
 
 
 def _cpu_name(cpuinfo: Path = _CPUINFO) -> str:
@@ -85,11 +99,21 @@ def _cores() -> tuple[int, ...]:
     return tuple(range(os.cpu_count() or 1))
 
 
-def available_memory(device: torch.device, devices_per_node: int, meminfo: Path = _MEMINFO) -> int:
+def available_memory(
+    device: torch.device, devices_per_node: int, meminfo: Path = _MEMINFO, *, on_machine: int = 1
+) -> int:
     """Bytes that a process may use on ``device``.
 
-    An accelerator's total memory; on CPU what is available of the machine's memory, and of what the control
-    groups of this process may use (those of a container or of a job), divided among the machine's ranks.
+    An accelerator's total memory; on CPU what is available of the machine's memory, divided among its ranks,
+    and of what the control groups of this process may use (those of a container or of a job), divided among
+    those of the host.
+
+    Args:
+        device: The device.
+        devices_per_node: Ranks with this host name.
+        meminfo: What the system says of the machine's memory.
+        on_machine: Ranks of the machine, which may run several containers with host names of their own; no
+            fewer than those of the host are assumed.
 
     Raises:
         ValueError: It cannot be determined on this system.
@@ -99,9 +123,9 @@ def available_memory(device: torch.device, devices_per_node: int, meminfo: Path 
     if device.type == "cpu" and meminfo.exists():
         for line in meminfo.read_text(encoding="utf8").splitlines():
             if line.startswith("MemAvailable:"):
-                available = int(line.split()[1]) * 1024
+                share = int(line.split()[1]) * 1024 // max(devices_per_node, on_machine)
                 left = memory_left_by_control_groups()
-                return max(1, min(available, available if left is None else left) // devices_per_node)
+                return max(1, share if left is None else min(share, left // devices_per_node))
     raise ValueError(
         f"the memory of a {device.type} device cannot be determined here; give memory_limit='8GiB' or so"
     )
@@ -245,6 +269,11 @@ def ranks_on_this_host(groups: Iterable[dist.ProcessGroup]) -> int:
     for group in groups:
         names = [found for part in gather_objects(names, group) for found in part]
     return names.count(socket.gethostname())
+
+
+def ranks_on_this_machine(group: dist.ProcessGroup) -> int:
+    """Number of ranks of ``group`` on this rank's machine, in whatever containers."""
+    return gather_objects(machine_name(), group).count(machine_name())
 
 
 def ranks_per_core(shares: Sequence[CoreShare]) -> float:

@@ -223,6 +223,16 @@ def test_measuring_draws_none_of_the_users_random_numbers() -> None:
     assert run(2, draws_before_and_after_detection) == [[True]] * 2
 
 
+def links_found_without_gradients() -> int:
+    with torch.no_grad():
+        return len(DeviceInfo.detect("1GiB", sizes=FEW, repeats=2, seconds=0.2, cache_dir=None).links)
+
+
+def test_links_are_measured_whatever_the_caller_has_switched_off() -> None:
+    """``with torch.no_grad(): OSDP(...)`` ended in "does not require grad", where FSDP(model) works."""
+    assert min(run(2, links_found_without_gradients)) >= len(COLLECTIVES)
+
+
 @pytest.mark.parametrize(
     "limit, error", [("eight", "cannot read"), (-1, "cannot read"), ("0GiB", "positive")]
 )
@@ -443,6 +453,35 @@ def test_containers_of_one_machine_share_its_cores() -> None:
     """On two hosts of two ranks, emulated on two cores, compute was predicted at half of what it took."""
     cores = len(os.sched_getaffinity(0))
     assert run(4, _ranks_per_core_in_containers) == [max(1.0, 4 / cores)] * 4
+
+
+def _ranks_in_containers() -> int:
+    with mock.patch("socket.gethostname", lambda: str(dist.get_rank())):
+        return machine.ranks_on_this_machine(dist.group.WORLD)
+
+
+def _limit_in_containers(meminfo: str) -> int:
+    """What a container plans for that nobody has given a limit."""
+    available = partial(machine.available_memory, meminfo=Path(meminfo))
+    with (
+        mock.patch("socket.gethostname", lambda: str(dist.get_rank())),
+        mock.patch.object(machine, "memory_left_by_control_groups", lambda: None),
+        mock.patch.object(collectives, "available_memory", available),
+        mock.patch.object(collectives, "_measure_groups", lambda *_: DeviceInfo(memory_limit=1, nodes=2)),
+    ):
+        return DeviceInfo.detect(cache_dir=None).memory_limit
+
+
+@pytest.mark.skipif(not Path("/proc/sys/kernel/random/boot_id").exists(), reason="names a machine on Linux")
+def test_containers_of_one_machine_share_its_memory(tmp_path: Path) -> None:
+    """Each of eight containers without a limit planned for all of the machine, and was killed."""
+    meminfo, cpu = tmp_path / "meminfo", torch.device("cpu")
+    meminfo.write_text("MemAvailable:   32 kB\n")
+    for left, expected in ((None, 8 * 1024), (10 * 1024, 8 * 1024), (6 * 1024, 6 * 1024)):
+        with mock.patch.object(machine, "memory_left_by_control_groups", lambda left=left: left):
+            assert machine.available_memory(cpu, 1, meminfo, on_machine=4) == expected
+    assert run(2, _ranks_in_containers) == [2, 2]
+    assert run(2, _limit_in_containers, str(meminfo)) == [16 * 1024] * 2
 
 
 def test_ranks_with_different_host_names_are_not_on_one_machine() -> None:
