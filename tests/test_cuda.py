@@ -5,8 +5,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from osdp import OSDP
+from osdp.profiler.measure import profile_model
+from osdp.tracing.trace import describe
 from tests.helpers.distributed import run
 from tests.helpers.nets import Net, loss_of, tokens
 from tests.helpers.plans import offload, plan_by_hand
@@ -98,3 +101,20 @@ def test_the_wrapper_plans_and_trains_under_nccl() -> None:
     assert backend == "nccl"
     assert got == pytest.approx(want, rel=1e-5)
     assert 0 < predicted <= 2**30 and allocated > 0
+
+
+class Constant(nn.Module):
+    """Multiplies by a tensor that is no buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(8, 8), torch.ones(8, device="cuda")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) * self.scale
+
+
+def test_a_tensor_that_is_no_buffer_is_measured_where_it_is() -> None:
+    """Its copy was on the host, and the model ran into tensors on two devices."""
+    model, x = Constant().cuda(), torch.randn(4, 8, device="cuda")
+    assert profile_model(model, describe(model, x), x, device="cuda", progress=False).measured

@@ -184,7 +184,7 @@ def _autocast(
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.dtype]:
     """The input, the bias and the compute dtype, cast as autocast would cast them for a matrix product."""
     kind = x.device.type
-    if not torch.is_autocast_enabled(kind):
+    if not torch.is_autocast_enabled(kind) or x.dtype is torch.float64:  # which autocast leaves alone
         return x, bias, x.dtype
     dtype = torch.get_autocast_dtype(kind)
     return x.to(dtype), None if bias is None else bias.to(dtype), dtype

@@ -33,7 +33,7 @@ class SliceSetting:
             vocabulary.
         prefetch: Whether the next slice is gathered while one computes.
         dtype: Dtype an embedding's rows are gathered in; that of the weight if ``None``.
-        reduce_dtype: Dtype gradients are reduced in; that of the computation if ``None``.
+        reduce_dtype: Dtype gradients are reduced in; that of the weight if ``None``, also under autocast.
         by_exchange: Whether gradients are reduced by an exchange with local sums.
         num_kept: Number of slices that stay gathered from forward to backward; 0 for an embedding, which
             needs them in forward only.
@@ -93,9 +93,9 @@ class SplitLinear(nn.Linear):
         self.slicing = SliceSetting(num_slices, by, prefetch, num_kept)
         check_slicing(self, self.slicing)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``F.linear(x, weight, bias)``; ``x`` has shape ``(..., in_features)``."""
-        return _linear(self, x, transposed=False)
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """``F.linear(input, weight, bias)``; ``input`` has shape ``(..., in_features)``."""
+        return _linear(self, input, transposed=False)
 
 
 class SplitEmbedding(nn.Embedding):
@@ -127,9 +127,9 @@ class SplitEmbedding(nn.Embedding):
         self.slicing = SliceSetting(num_slices, "rows", prefetch)
         check_slicing(self, self.slicing)
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """Embedding rows of ``ids``, which may have any shape: ``(*ids.shape, embedding_dim)``."""
-        return _embedding(self, ids)
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Rows of the ids ``input``, which may have any shape: ``(*input.shape, embedding_dim)``."""
+        return _embedding(self, input)
 
 
 class LMHeadLoss(nn.Module):
@@ -223,6 +223,15 @@ def kind_of(module: nn.Module) -> str | None:
     return "conv1d" if own is not None and (forward is own.forward or "slicing" in module.__dict__) else None
 
 
+def call_of_its_own(module: nn.Module) -> str | None:
+    """What a call of ``module`` runs beside the forward of its class, in words; ``None`` if nothing."""
+    if "forward" in module.__dict__:
+        return "has a forward of its own, set on the instance"
+    if getattr(module, "_compiled_call_impl", None) is not None:
+        return "was compiled in place, which keeps running that module: compile the module around it"
+    return None
+
+
 def supported_slicing(module: nn.Module) -> tuple[str, int, int] | None:
     """Slicing that a module supports: ``by``, the sliced dimension of its weight, and its number of slices.
 
@@ -230,7 +239,7 @@ def supported_slicing(module: nn.Module) -> tuple[str, int, int] | None:
     module cannot run in slices, or is set to run in one.
     """
     kind = kind_of(module)
-    if kind is None:
+    if kind is None or call_of_its_own(module) is not None:
         return None
     by = SLICED_BY[kind][0]
     fixed = cast(SliceSetting, module.slicing).num_slices if kind == "head" else 0

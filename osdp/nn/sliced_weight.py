@@ -61,7 +61,7 @@ class SliceOptions(TypedDict, total=False):
     """How slices are gathered and their gradients reduced; all may be left out.
 
     Attributes:
-        reduce_dtype: Dtype gradients are reduced in; that of the computation if ``None``.
+        reduce_dtype: Dtype gradients are reduced in; that of the weight if ``None``, also under autocast.
         prefetch: Whether the next slice is gathered while one computes: two are whole then.
         by_exchange: Whether gradients of slices are reduced by an exchange with local sums.
         turns: Who knows when all ranks run the operator; ``None`` if all run it anyway.
@@ -145,7 +145,7 @@ class SlicedWeight:
             size,
             group,
             dtype,
-            reduce_dtype or dtype,
+            reduce_dtype or weight.dtype,
             prefetch,
             by_exchange,
             num_kept,

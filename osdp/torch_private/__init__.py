@@ -11,7 +11,7 @@ Features are probed, not versions: where one is missing, the function reports it
 - ``optimizers``: whether one of torch's steps, and which tensors they treat in lists
 - ``local_step``: a step of an optimizer on the local tensors of DTensors
 - ``muon``: the step of ``torch.optim.Muon`` in two
-- ``compiling``: functions that ``torch.compile`` leaves alone
+- ``compiling``: functions that ``torch.compile`` leaves alone, and running without it
 - ``saving``: the files that ``torch.distributed.checkpoint`` writes
 - ``dispatch_modes``: the modes by which a selective checkpoint watches its region
 - ``cuda``: a kernel that does nothing for a while

@@ -15,10 +15,12 @@ __all__ = [
     "ReduceScatter",
     "all_gather",
     "backend_of",
+    "is_dense",
     "memory_uses",
     "number_of_groups",
     "reduce_scatter",
     "same_random_numbers",
+    "storage_id",
     "storage_uses",
     "store_of",
     "views_like",
@@ -32,6 +34,11 @@ reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
     """Name of the backend by which ``group`` moves tensors on ``device``, such as ``"gloo"``."""
     return str(group._get_backend(device).name())
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether each element has a place of its own in memory, and nothing lies between them."""
+    return bool(torch.ops.aten.is_non_overlapping_and_dense(tensor))
 
 
 def views_like(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -63,6 +70,11 @@ def same_random_numbers(group: dist.ProcessGroup, device: torch.device) -> None:
         own = module.get_rng_state(device).to(device)
         dist.broadcast(own, group=group, group_src=0)
         module.set_rng_state(own.cpu(), device)
+
+
+def storage_id(tensor: torch.Tensor) -> int:
+    """Identity of the storage of ``tensor``: the same after that is resized, or moved to shared memory."""
+    return int(tensor.untyped_storage()._cdata)
 
 
 def storage_uses(tensor: torch.Tensor) -> int:

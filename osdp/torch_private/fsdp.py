@@ -196,6 +196,11 @@ def drop_parameters(group: Any) -> None:
     group.fsdp_params.clear()
 
 
+def was_gathered(group: Any) -> bool:
+    """Whether one of FSDP2's groups was ever gathered, by which its unsharded parameters come to be."""
+    return all(hasattr(parameter, "_unsharded_param") for parameter in group.fsdp_params)
+
+
 def find_dtypes(group: Any) -> None:
     """Let one of FSDP2's groups find the dtype of its gradients anew.
 

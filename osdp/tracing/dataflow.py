@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from osdp.model.dataflow import CutBarrier, Dataflow, ModuleCall, StepInput, Value
 from osdp.model.description import Affine
 from osdp.nn.fake_tensors import FakeTensors
+from osdp.torch_private.compiling import run_eagerly
 from osdp.tracing.failures import forward_failure
 from osdp.tracing.fake_copy import copy_without_weights, on_fake_cpu
 from osdp.tracing.sample_batch import SampleBatch
@@ -132,7 +133,7 @@ def _run(twin: nn.Module, batch: SampleBatch, modules: Sequence[str], draws: Sin
         )
     ]
     try:
-        with draws, torch.no_grad(), recorder:
+        with run_eagerly(), draws, torch.no_grad(), recorder:
             fake.run(twin)
     except Exception as error:
         raise forward_failure(error, batch.specs) from error

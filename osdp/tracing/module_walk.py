@@ -36,6 +36,8 @@ from osdp.tracing.sample_batch import SampleBatch
 Key = tuple[str, int, int]
 #: Nodes that accumulate gradients have no place in the sequence: their numbers are at least this.
 _NO_SEQUENCE = 2**63
+#: In the names of nodes of reentrant checkpoints: torch's, and those of libraries that have copied it.
+_CHECKPOINT = "CheckpointFunction"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,7 @@ class Interval:
         part: Index of the interval within that call, from 0.
         stack: FQNs of the modules whose forward is running, outermost first.
         first_number: Autograd's next sequence number when the interval began.
+        has_graph: Whether gradients were enabled then.
     """
 
     module: str
@@ -55,6 +58,7 @@ class Interval:
     part: int
     stack: tuple[str, ...]
     first_number: int
+    has_graph: bool
 
     @property
     def key(self) -> Key:
@@ -137,7 +141,8 @@ class ModuleWalk:
     def _begin(self, outputs: Any) -> None:
         name, call = self._stack[-1]
         stack = tuple(frame for frame, _ in self._stack)
-        interval = Interval(name, call, self._parts[-1], stack, next_sequence_number())
+        number, has_graph = next_sequence_number(), torch.is_grad_enabled()
+        interval = Interval(name, call, self._parts[-1], stack, number, has_graph)
         self._parts[-1] += 1
         self.intervals.append(interval)
         self._observer.enter_forward(len(self.intervals) - 1, interval, outputs)
@@ -190,13 +195,39 @@ def backward_marks(
 def _first_nodes(loss: torch.Tensor, intervals: Sequence[Interval]) -> dict[int, Node]:
     """The node with the highest sequence number of each interval, by the index of the interval."""
     starts = [interval.first_number for interval in intervals]
-    first: dict[int, tuple[int, Node]] = {}
-    for node in autograd_nodes(loss):
-        number = sequence_number(node)
+    nodes = sorted(autograd_nodes(loss), key=sequence_number)
+    numbers = [*map(sequence_number, nodes), _NO_SEQUENCE]
+    first: dict[int, Node] = {}
+    for node, number, following in zip(nodes, numbers, numbers[1:], strict=False):
         index = bisect_right(starts, number) - 1
-        if number < _NO_SEQUENCE and index >= 0 and (index not in first or number > first[index][0]):
-            first[index] = (number, node)
-    return {index: node for index, (_, node) in first.items()}
+        if number >= _NO_SEQUENCE or index < 0:
+            continue
+        if _CHECKPOINT in node.name():
+            index = _last_checkpointed(index, following, intervals)
+        first[index] = node
+    return first
+
+
+def _last_checkpointed(index: int, following: int, intervals: Sequence[Interval]) -> int:
+    """The last interval inside of a reentrant checkpoint that was begun in interval ``index``.
+
+    All of its backward, the recomputation included, is in one node, which was made before the modules in it
+    ran without gradients. It is ``index`` itself if there are no modules in it.
+
+    Args:
+        index: The interval in which its node was made.
+        following: The sequence number of the next node of the graph, which was made after it.
+        intervals: All intervals.
+    """
+    caller = len(intervals[index].stack)
+    found = index
+    for place in range(index + 1, len(intervals)):
+        interval = intervals[place]
+        if interval.has_graph or interval.first_number > following or len(interval.stack) < caller:
+            break
+        if len(interval.stack) > caller:
+            found = place
+    return found
 
 
 def autograd_nodes(loss: torch.Tensor) -> list[Node]:

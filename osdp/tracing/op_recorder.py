@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, Self
@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
 from osdp.model.description import TensorSpec
+from osdp.torch_private.compiling import run_eagerly
 from osdp.tracing.memory_ledger import Ledger, TraceMoment
 from osdp.tracing.module_walk import Interval, shared_gradients
 from osdp.tracing.ops import Operation
@@ -93,6 +94,8 @@ class Recorder(TorchDispatchMode):
         #: Modules of which some call is given a tensor that needs a gradient.
         self.fed_back: set[str] = set()
         self._names = {storage_key(parameter): name for name, parameter in parameters.items()}
+        #: The module whose code wrote to a parameter, by the parameter's name.
+        self.written: dict[str, str | None] = {}
         self._saved: set[int] = set()
         #: Keys of all storages that were saved for backward, those of parameters and inputs among them.
         self.saved_storages: set[int] = set()
@@ -102,11 +105,14 @@ class Recorder(TorchDispatchMode):
         self._stacks: list[tuple[str, ...]] = []
         self._trained = [parameter for parameter in parameters.values() if parameter.requires_grad]
         self._handles: list[RemovableHandle] = []
+        self._eager: AbstractContextManager[object] = nullcontext()
 
     def __enter__(self) -> Self:
         self._handles = [
             parameter.register_post_accumulate_grad_hook(self._give) for parameter in self._trained
         ]
+        self._eager = run_eagerly()
+        self._eager.__enter__()
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -114,6 +120,7 @@ class Recorder(TorchDispatchMode):
         for handle in self._handles:
             handle.remove()
         super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._eager.__exit__(*error)
 
     @property
     def running(self) -> str | None:
@@ -129,7 +136,9 @@ class Recorder(TorchDispatchMode):
         """An interval begins; see :class:`osdp.tracing.module_walk.Observer`."""
         if index:
             self.outputs[index - 1] = tuple(tensor_spec(tensor) for tensor in tensors_in(outputs))
-        if not interval.part and any(tensor.requires_grad for tensor in tensors_in(outputs)):
+        # In a reentrant checkpoint that shows in the recomputation alone.
+        feeds_back = not interval.has_graph or any(tensor.requires_grad for tensor in tensors_in(outputs))
+        if not interval.part and feeds_back:
             self.fed_back.add(interval.module)
         if not interval.part and not interval.call:
             numbers = (self.ledger.number(tensor) for tensor in tensors_in(outputs))
@@ -171,6 +180,9 @@ class Recorder(TorchDispatchMode):
         output, workspace = self._workspace.run(lambda: func(*args, **kwargs))
         operation = Operation.of(func, args, kwargs, output)
         self._count(operation)
+        # Operators of other libraries may declare, to be safe, that they write to all that they are given.
+        if func.namespace == "aten" and func._schema.is_mutable:
+            self._note_written(func._schema.arguments, args, kwargs)
         self.ledger.book(operation.outputs)
         self.ledger.book_workspace(workspace)
         return output
@@ -185,6 +197,19 @@ class Recorder(TorchDispatchMode):
             name = self._names.get(storage_key(tensor))
             if name is not None:
                 tally.parameters[name] = None
+
+    def moved(self, parameters: Mapping[str, torch.Tensor]) -> list[str]:
+        """Names of the parameters that lie in other memory than at the start."""
+        return [name for name, value in parameters.items() if self._names.get(storage_key(value)) != name]
+
+    def _note_written(self, arguments: Sequence[Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        for place, argument in enumerate(arguments):
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            for tensor in tensors_in(args[place] if place < len(args) else kwargs.get(argument.name)):
+                name = self._names.get(storage_key(tensor))
+                if name is not None:
+                    self.written.setdefault(name, self.running)
 
     def _contribute(self, parameter: int, index: int, gradients: Any, _: Any) -> None:
         # Of a gradient with several contributions the first one becomes the gradient, and autograd adds the

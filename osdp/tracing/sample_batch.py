@@ -121,7 +121,8 @@ class SampleBatch:
         def resize(tensor: torch.Tensor) -> torch.Tensor:
             if not tensor.dim() or tensor.shape[0] != samples:
                 return tensor
-            return tensor.index_select(0, torch.arange(local_batch, device=tensor.device) % samples)
+            rows = torch.arange(local_batch, device=tensor.device) % samples
+            return tensor.detach().index_select(0, rows).requires_grad_(tensor.requires_grad)
 
         return self.map(resize)
 
@@ -133,9 +134,12 @@ class SampleBatch:
 
         def move(tensor: torch.Tensor) -> torch.Tensor:
             dtype = float_dtype if float_dtype and tensor.is_floating_point() else tensor.dtype
-            if tensor.is_meta:
-                return torch.zeros(tensor.shape, dtype=dtype, device=device)
-            return tensor.detach().to(device, dtype)
+            moved = (
+                torch.zeros(tensor.shape, dtype=dtype, device=device)
+                if tensor.is_meta
+                else tensor.detach().to(device, dtype)
+            )
+            return moved.requires_grad_(tensor.requires_grad)
 
         return self.map(move)
 

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from osdp.model.description import Affine, ModelDesc, Operator, Segment, SliceSpec, TensorSpec, Work
-from osdp.model.fqn import is_compiled_as_one
+from osdp.model.fqn import is_compiled_as_one, is_inside
 from osdp.nn.embeddings import check_embeddings
 from osdp.nn.fake_tensors import FakeTensors
 from osdp.nn.modules import keeps_dtype, supported_slicing
@@ -116,6 +116,9 @@ def describe(
     # 2. Blocks, then operators.
     uses = [Use(segment.interval.stack, _parameters(segment)) for segment in trace.segments]
     blocks = find_blocks(twin, _digests(trace))
+    # What is inside of an opaque module is part of it.
+    around = [module.name for module in opaque.modules]
+    atoms = [atom for atom in atoms if not any(name != atom and is_inside(atom, name) for name in around)]
     found = find_operators(find_parameters(twin), uses, blocks, atoms)
     operators = tuple(
         replace(
@@ -227,7 +230,9 @@ def _fake_run(
     draws: SingleDraws,
 ) -> _Trace:
     """Run ``twin`` once inside the current :class:`FakeTensors`."""
-    fake = batch.map(lambda t: torch.empty(t.shape, dtype=t.dtype, device="cpu"))
+    fake = batch.map(
+        lambda t: torch.empty(t.shape, dtype=t.dtype, device="cpu", requires_grad=t.requires_grad)
+    )
     named = dict(twin.named_parameters())
     recorder = Recorder(named, [*twin.buffers(), *fake.tensors])
     opaque.start(fake.tensors, batch.tensors, recorder)
@@ -247,7 +252,29 @@ def _fake_run(
         raise failure from error
     recorder.ledger.book_gradients(named.values())
     twin.zero_grad(set_to_none=True)
+    _refuse_written(dict.fromkeys(recorder.moved(named)) | recorder.written)
     return _trace(intervals, recorder, draws)
+
+
+def _refuse_written(written: Mapping[str, str | None]) -> None:
+    """Raise if forward writes to parameters.
+
+    Args:
+        written: Their names, with the module that does, if it is known.
+
+    Raises:
+        ValueError: It does: under some plans to what was gathered, or to a copy in another dtype.
+    """
+    if not written:
+        return
+    name, module = next(iter(written.items()))
+    where = "the model's forward" if module is None else f"the forward of {module or 'the root'}"
+    more = f" (and {len(written) - 1} more)" if len(written) > 1 else ""
+    raise ValueError(
+        f"{name}{more} is written to in {where}, where a plan may have a gathered copy of it, and would lose "
+        "that. Write to weights after optimizer.step(), by parameter.copy_(...) under torch.no_grad(); what "
+        "the first batch initialises, let the plain model compute before it is wrapped"
+    )
 
 
 def _trace(intervals: Sequence[Interval], recorder: Recorder, draws: SingleDraws) -> _Trace:

@@ -164,6 +164,30 @@ def test_autocast_computes_as_autocast_does() -> None:
             assert grad.dtype is torch.float32
 
 
+def test_autocast_leaves_float64_alone() -> None:
+    x, weight = leaf(5, 8), leaf(6, 8, seed=1)
+    with torch.autocast("cpu", torch.bfloat16):
+        got, want = split_linear(x, weight, num_slices=3), F.linear(x, weight)
+    assert got.dtype is want.dtype is torch.float64
+    assert difference(got, want) <= 1e-12
+
+
+def averaged_under_autocast() -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    weight = nn.Parameter(distribute_tensor(torch.ones(4, 2), mesh, [Shard(1)]))
+    x = torch.full((1, 2), 256.0 if dist.get_rank() == 0 else 1.0)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = split_linear(x, weight, num_slices=2)
+    y.float().sum().backward()
+    assert isinstance(weight.grad, DTensor)
+    assert weight.grad.full_tensor().tolist() == [[128.5] * 2] * 4
+
+
+def test_gradients_under_autocast_are_averaged_in_the_dtype_of_the_weight() -> None:
+    """They were in bfloat16, in which 128 + 0.5 is 128; those of whole operators are in float32."""
+    run(2, averaged_under_autocast)
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [

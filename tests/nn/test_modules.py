@@ -94,3 +94,11 @@ def test_a_head_with_a_bias_is_refused() -> None:
         LMHeadLoss(nn.Linear(3, 4), num_slices=2)
     with pytest.raises(ValueError, match="3 cannot be cut into 4"):
         SplitLinear(4, 3, num_slices=4)
+
+
+@pytest.mark.parametrize(
+    ("module", "x", "by"),
+    [(nn.Linear(4, 6), torch.ones(3, 4), "output"), (nn.Embedding(5, 4), torch.tensor([1, 4]), "rows")],
+)
+def test_inputs_are_passed_by_the_names_that_torch_has(module: nn.Module, x: torch.Tensor, by: str) -> None:
+    torch.testing.assert_close(make_sliced(module, SliceSetting(2, by))(input=x), module(input=x))

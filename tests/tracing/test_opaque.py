@@ -348,3 +348,10 @@ def test_they_train_as_in_a_single_process(names: tuple[str, ...]) -> None:
             cases.append((name, str(mode), make_plan(None, desc, device(2), strategy=str(mode))))
         cases.append((name, "searched", searched_plan(desc, 2, 20.0 if name == "early exit" else 8.0)))
     assert run(2, train, cases, timeout=150.0) == [[], []]
+
+
+def test_atoms_inside_of_an_opaque_module_are_part_of_it() -> None:
+    """A wrap policy that names experts was refused: their forward does not run on fake tensors."""
+    model = Between(lambda odd, x: odd.inner(x))
+    desc = ModelDesc.from_module(model, torch.randn(4, 8), atoms=["first", "odd.inner"])
+    assert [operator.name for operator in desc.operators] == ["first", "odd", "last"]

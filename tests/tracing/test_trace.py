@@ -2,6 +2,7 @@
 
 import json
 import random
+import threading
 from collections import UserDict
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from osdp import codec
 from osdp.model.description import ModelDesc
+from osdp.profiler.measure import profile_model
 from osdp.report.graph import graph
 from osdp.tracing.sample_batch import SampleBatch
 from osdp.tracing.trace import describe
@@ -486,3 +488,94 @@ def describe_split_model() -> None:
     parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
     with pytest.raises(ValueError, match=r"0\.weight is a DTensor: parallelize_module .* tp= splits"):
         ModelDesc.from_module(model, torch.randn(2, 8))
+
+
+class Normalised(nn.Linear):
+    """Keeps its rows at length 1, as EDM2's layers do."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.weight.copy_(nn.functional.normalize(self.weight))
+        return super().forward(x)
+
+
+class Clamped(nn.Linear):
+    """As layers with a constraint on their weights do."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.weight.data.clamp_(-1, 1)
+        return super().forward(x)
+
+
+class Assigned(nn.Linear):
+    """As MoCo's key encoder and EEGNet's layers are."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.weight.data = torch.renorm(self.weight.data, 2, 0, 1.0)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("kind", [Normalised, Clamped, Assigned])
+def test_weights_that_forward_writes_to_are_refused(kind: type[nn.Linear]) -> None:
+    # Such a change stayed where the plan replicates, and was lost where it shards.
+    model = nn.Sequential(nn.Linear(4, 4), kind(4, 4))
+    with pytest.raises(ValueError, match=r"1\.weight is written to in the .*forward.* after optimizer\.step"):
+        describe(model, torch.zeros(2, 4))
+
+
+class Prior:
+    """An object that torch does not know, with a tensor."""
+
+    def __init__(self) -> None:
+        self.mean = torch.ones(4)
+
+
+class Holding(nn.Module):
+    """Holds such an object, and a module that is none of its children."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.prior, self.teacher = nn.Linear(4, 4), Prior(), [nn.BatchNorm1d(4).eval()]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            wanted = self.teacher[0](x)
+        return (self.layer(x) - self.prior.mean - wanted).square().sum()
+
+
+def test_tensors_in_objects_and_in_hidden_modules_are_copied() -> None:
+    """deepcopy refused them among fake tensors, in words about subclasses of tensors."""
+    model, x = Holding(), torch.randn(3, 4)
+    desc = describe(model, x)
+    assert [operator.name for operator in desc.operators] == ["layer"]
+    assert profile_model(model, desc, x, device="cpu", progress=False).measured
+
+
+def test_what_cannot_be_copied_is_named() -> None:
+    model = Holding()
+    model.layer.lock = threading.Lock()
+    with pytest.raises(ValueError, match=r"layer\.lock cannot be copied \(cannot pickle .* after wrapping"):
+        describe(model, torch.randn(3, 4))
+
+
+class Slope(nn.Module):
+    """Differentiates what it computes by its input, as networks of physics do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.last(torch.tanh(self.first(x)))
+        (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        return slope.square().mean()
+
+
+def test_inputs_that_require_a_gradient_are_described_so() -> None:
+    """They required none: the model was said to reject its batch, and no gradient of it was planned for."""
+    x = torch.randn(3, 4, requires_grad=True)
+    desc = describe(Slope(), x)
+    assert desc.batch_is_free and all(operator.executed for operator in desc.operators)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    cuts = [describe(model, given).operators[0].cut for given in (x, x.detach())]
+    assert [cut is not None and cut.feeds_back for cut in cuts] == [True, False]

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from osdp.nn.fake_tensors import FakeTensors
 from osdp.nn.modules import kind_of
+from osdp.torch_private.compiling import run_eagerly
 from osdp.tracing.failures import forward_failure
 from osdp.tracing.fake_copy import copy_without_weights, on_fake_cpu
 from osdp.tracing.sample_batch import SampleBatch
@@ -141,7 +142,7 @@ def trace_features(model: nn.Module, batch: SampleBatch) -> FeatureFlow:
         def run(draws: SingleDraws) -> FeatureFlow:
             watcher = _Watcher(twin, fake)
             try:
-                with draws, torch.no_grad(), watcher:
+                with run_eagerly(), draws, torch.no_grad(), watcher:
                     output = fake.run(twin)
             except Exception as error:
                 raise forward_failure(error, batch.specs) from error

@@ -10,6 +10,7 @@ from osdp.model.description import ModelDesc
 from osdp.nn.fake_tensors import FakeTensors
 from osdp.plan.tensor_parallel import TensorParallelPlan
 from osdp.plan.tensor_parallel_rank import Exchange, RankDesc, rank_desc
+from osdp.torch_private.compiling import run_eagerly
 from osdp.tracing.failures import forward_failure
 from osdp.tracing.fake_copy import copy_without_weights, on_fake_cpu
 from osdp.tracing.loss import LossFn
@@ -45,13 +46,15 @@ def describe_rank(
     desc = describe(part, batch, loss_fn=loss_fn, atoms=atoms)
     with FakeTensors(), torch.enable_grad():
         twin = copy_without_weights(part, on_fake_cpu)
-        fake = batch.map(lambda t: torch.empty(t.shape, dtype=t.dtype, device="cpu"))
+        fake = batch.map(
+            lambda t: torch.empty(t.shape, dtype=t.dtype, device="cpu", requires_grad=t.requires_grad)
+        )
 
         def run(draws: SingleDraws) -> tuple[list[Interval], _Watcher]:
             log.clear()
             watcher = _Watcher(log)
             try:
-                with draws:
+                with run_eagerly(), draws:
                     return walk_modules(twin, fake, watcher, loss_fn=loss_fn), watcher
             except Exception as error:
                 raise forward_failure(error, batch.specs) from error
