@@ -219,6 +219,38 @@ def hooks_evaluate_the_model() -> None:
             torch.testing.assert_close(losses[-1], model(batch_of(0, 0)))
 
 
+def weights_given_other_memory_in_a_forward_are_refused() -> None:
+    """They were put back at the next forward, in silence: MoCo's key encoder stayed as it began."""
+
+    class Moved(nn.Linear):
+        moves = True
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.moves:
+                self.weight.data = self.weight.data * 0.5
+            return super().forward(x)
+
+    x = torch.ones(2, 4)
+    for mode in (Mode.NO_SHARD, Mode.SHARD_OPTIMIZER):
+        layer = Moved(4, 4)
+        plain = nn.Sequential(nn.Linear(4, 4), layer)
+        model = OSDP(plain, plan=plan_by_hand(plain, mode, dist.get_world_size()))
+        loss = model(x).sum()
+        with pytest.raises(RuntimeError, match=r"'1\.weight' was given other memory"):
+            loss.backward()
+        with torch.no_grad():
+            model(x)
+            with pytest.raises(RuntimeError, match=r"'1\.weight' was given other memory"):
+                model(x)
+        # After that it trains, and what is changed between two steps is seen.
+        layer.moves = False
+        model(x).sum().backward()
+        if mode is Mode.NO_SHARD:
+            layer.weight.data = torch.zeros(4, 4)
+            with torch.no_grad():
+                torch.testing.assert_close(model(x), layer.bias.detach().expand(2, 4))
+
+
 CASES = (
     an_optimizer_made_between_forward_and_backward_trains,
     a_hook_that_raises_ends_its_backward_alone,
@@ -230,6 +262,7 @@ CASES = (
     hooks_on_state_dicts_are_the_models,
     blocks_are_moved_in_vain,
     hooks_evaluate_the_model,
+    weights_given_other_memory_in_a_forward_are_refused,
 )
 
 

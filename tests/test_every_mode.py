@@ -3,7 +3,9 @@
 Each case runs under all layouts of the parity tests and in slices, against a single process in float64.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -160,6 +162,30 @@ def tensor_hooks_replace_the_contribution() -> None:
         net.zero_grad()
         loss(net, dist.get_rank()).backward()
         assert set(calls.values()) == {2}, name
+
+
+def tensor_hooks_see_an_accumulation_once() -> None:
+    """Those of weights in slices, which every backward reduces, were called in each of its backwards."""
+    reference = plain()
+    for seed in (0, 10):
+        mean_loss(reference, lambda n, rank, seed=seed: loss(n, rank, seed)).backward()
+    want = {name: None if grad is None else grad * grad for name, grad in gradients(reference).items()}
+    for name, net, applied in models():
+        calls: Counter[str] = Counter()
+
+        def square(grad: torch.Tensor, key: str, calls: Counter[str] = calls) -> torch.Tensor:
+            calls[key] += 1
+            return grad * grad
+
+        for key, parameter in net.named_parameters():
+            if parameter.requires_grad:
+                parameter.register_hook(lambda grad, key=key, square=square: square(grad, key))
+        with applied.no_sync():
+            loss(net, dist.get_rank()).backward()
+        assert not calls, name
+        loss(net, dist.get_rank(), 10).backward()
+        assert_same(gradients(net), want, name)
+        assert set(calls.values()) == {1}, (name, calls)
 
 
 def penalties_on_weights_arrive() -> None:
@@ -398,6 +424,28 @@ def weights_are_never_stale() -> None:
         assert not net(tokens(3, 2, 6)).detach().any(), f"after a change in place, {name}"
 
 
+def weights_kept_from_a_backward_are_never_stale() -> None:
+    """Units that are freed after their forward went on with what the last backward had gathered."""
+    reference = plain()
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.5)
+    for step in range(3):
+        optimizer.zero_grad()
+        mean_loss(reference, lambda net, rank, step=step: loss(net, rank, 10 * step)).backward()
+        optimizer.step()
+    want = weights(reference)
+    for name, net, _ in models():
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+        for module in net.modules():
+            if isinstance(module, FSDPModule):
+                module.set_reshard_after_backward(False)
+        for step in range(3):
+            optimizer.zero_grad()
+            loss(net, dist.get_rank(), 10 * step).backward()
+            optimizer.step()
+        net.reshard()
+        assert_same(weights(net), want, name)
+
+
 # Backwards of backwards
 
 
@@ -494,6 +542,24 @@ def layers_that_did_not_run_have_no_gradient() -> None:
             assert with_gradient == {"layers.1.weight", "layers.1.bias"}, mode
 
 
+def layers_that_did_not_run_in_an_accumulation_have_no_gradient() -> None:
+    """Of weights in slices the zeros that ranks had joined were kept, and handed out: optimizers stepped."""
+    x = torch.ones(2, 6, dtype=torch.float64)
+    for mode in (Mode.NO_SHARD, Mode.SHARD_OPTIMIZER, Mode.FULL_SHARD):
+        for slices in (1, 2):
+            torch.manual_seed(7)
+            net = Row().double()
+            plan = plan_by_hand(net, mode, dist.get_world_size())
+            applied = apply(net, split(plan, net, slices))
+            for _ in range(3):
+                net.zero_grad()
+                for keeps in (True, True, False):
+                    with applied.no_sync() if keeps else nullcontext():
+                        net.layers[1](x).sum().backward()
+                with_gradient = {name for name, p in net.named_parameters() if p.grad is not None}
+                assert with_gradient == {"layers.1.weight", "layers.1.bias"}, (mode, slices)
+
+
 def modules_are_frozen_at_any_time() -> None:
     """Also between a forward and its backward, when modules hold what is computed with."""
     for name, net, applied in models():
@@ -514,10 +580,12 @@ def modules_are_frozen_at_any_time() -> None:
 CASES = [
     modules_are_frozen_at_any_time,
     layers_that_did_not_run_have_no_gradient,
+    layers_that_did_not_run_in_an_accumulation_have_no_gradient,
     accumulations_are_given_up,
     trains_in_backward,
     post_accumulate_hooks_see_the_final_gradient,
     tensor_hooks_replace_the_contribution,
+    tensor_hooks_see_an_accumulation_once,
     penalties_on_weights_arrive,
     hooks_see_each_part_of_a_gradient_once,
     setters_reach_all_modes,
@@ -528,6 +596,7 @@ CASES = [
     methods_are_forwards_where_registered,
     methods_of_parts_are_forwards_too,
     weights_are_never_stale,
+    weights_kept_from_a_backward_are_never_stale,
     second_backwards_are_planned_or_refused,
 ]
 

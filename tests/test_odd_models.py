@@ -7,6 +7,7 @@ one was refused. What happened to parameters without elements depended on the pl
 import warnings
 from collections.abc import Callable
 from functools import partial
+from types import MethodType
 
 import pytest
 import torch
@@ -102,7 +103,24 @@ class Compiled(Two):
         self.first = torch.compile(self.first, backend="eager")
 
 
-MODELS = {kind.__name__: kind for kind in (Elementless, Scaled, Parametrized, PartlyScripted, Compiled)}
+class Cut(Two):
+    """A weight that is a part of a larger tensor, and buffers with gaps, and with one element for all."""
+
+    scale: torch.Tensor
+    shift: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        wide = torch.randn(WIDTH, 2 * WIDTH, dtype=torch.float64)
+        self.first.weight = nn.Parameter(wide[:, :WIDTH])
+        self.register_buffer("scale", wide[:, WIDTH])
+        self.register_buffer("shift", torch.randn(1, dtype=torch.float64).expand(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x * self.scale + self.shift)
+
+
+MODELS = {kind.__name__: kind for kind in (Elementless, Scaled, Parametrized, PartlyScripted, Compiled, Cut)}
 
 
 def _built(name: str) -> nn.Module:
@@ -201,6 +219,12 @@ def _scripted() -> nn.Module:
         return Around(torch.jit.script(nn.Linear(2, 2)))
 
 
+def _in_one_memory() -> nn.Module:
+    model = Two()
+    model.second.weight.data = model.first.weight.data
+    return model
+
+
 #: How to make a model that is refused, and the words that say why.
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "dotted module": (_dotted_module, "inner registers 'a.b', and a dot separates"),
@@ -209,6 +233,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "generator": (lambda: Around(Later()), "the forward of inner, of type Later, is a generator"),
     "coroutine": (Coroutine, "the forward of the root, of type Coroutine, is a generator or coroutine"),
     "DataParallel": (lambda: Around(DataParallel(Two())), "inner is a DataParallel"),
+    "one memory": (_in_one_memory, "first.weight and second.weight are two parameters in one memory"),
 }
 
 
@@ -306,3 +331,25 @@ def test_a_compiled_module_is_not_sliced() -> None:
     plan = split(plan_by_hand(Compiled(), Mode.FULL_SHARD, 2), Compiled(), 2)
     faults = list(slice_faults(Compiled(), plan.sharding))
     assert len(faults) == 1 and "'first' was made by torch.compile" in faults[0]
+
+
+def _with_forward() -> nn.Module:
+    model = Two()
+    model.first.forward = MethodType(nn.Linear.forward, model.first)
+    return model
+
+
+def _compiled_in_place() -> nn.Module:
+    model = Two()
+    model.first.compile(backend="eager")
+    return model
+
+
+@pytest.mark.parametrize("make", [_with_forward, _compiled_in_place])
+def test_a_module_that_runs_something_of_its_own_is_not_sliced(make: Callable[[], nn.Module]) -> None:
+    """The search cut it where memory was short, and its plan was refused, or failed in the first step."""
+    desc = describe(make(), _batch(0, 0))
+    assert [operator.cut is not None for operator in desc.operators] == [False, True]
+    plan = split(plan_by_hand(Two(), Mode.FULL_SHARD, 2), Two(), 2)
+    faults = list(slice_faults(make(), plan.sharding))
+    assert len(faults) == 1 and "module 'first'" in faults[0]

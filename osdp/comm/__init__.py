@@ -9,5 +9,6 @@ Start at :func:`osdp.comm.collectives.set_route`.
 - ``messages``: messages between two ranks, waited for in intervals
 - ``part_exchange``: a sum over ranks of which each needs its own part
 - ``objects``: Python objects gathered and broadcast
+- ``first_values``: tensors broadcast, however they lie in memory
 - ``shards``: which part of a tensor a rank holds
 """

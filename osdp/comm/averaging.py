@@ -7,10 +7,16 @@ import torch.distributed as dist
 
 from osdp.comm.messages import Pending
 from osdp.comm.part_exchange import PartExchange
+from osdp.torch_private.distributed import backend_of
 
 
 class Reduction:
     """Averaging of gradients over a process group.
+
+    Args:
+        group: The ranks.
+        device: This rank's, on which the gradients are.
+        wait: Waits for a collective that was started.
 
     Attributes:
         group: The ranks.
@@ -18,12 +24,14 @@ class Reduction:
         wait: Waits for a collective that was started.
     """
 
-    def __init__(self, group: dist.ProcessGroup, wait: Callable[[Pending], object]) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, wait: Callable[[Pending], object]
+    ) -> None:
         self.group = group
         self.wait = wait
         size = group.size()
         # NCCL averages within the collective, which saves a pass over the gradients; gloo can only sum.
-        averages = dist.get_backend(group) == "nccl"
+        averages = backend_of(group, device) == "nccl"
         self.scale = 1.0 if averages else 1.0 / size
         #: Whether flags may travel with gradients: to read them from a GPU would wait for all its work.
         self.carries_flags = not averages and size > 1

@@ -335,7 +335,8 @@ def _mesh_of(group: dist.ProcessGroup, device: int | torch.device | None) -> Dev
     kind = device.type if isinstance(device, torch.device) else None
     accelerator = torch.accelerator.current_accelerator()
     if kind is None:
-        kind = accelerator.type if accelerator is not None and "nccl" in dist.get_backend(group) else "cpu"
+        backends = dist.get_backend_config(group)
+        kind = accelerator.type if accelerator is not None and "nccl" in backends else "cpu"
     return DeviceMesh.from_group(group, kind)
 
 

@@ -8,6 +8,7 @@ Start at :func:`osdp.runtime.module.plain.check_plain`.
 - ``moved``: moves and casts of a wrapped model
 - ``outputs``: tensors in what a forward returned
 - ``shared_arguments``: arguments that were one tensor stay one
+- ``recurrent``: recurrent layers, whose weights stay where they are
 - ``gradient_hooks``: hooks on parameters
 - ``unused``: parameters that got no gradient
 - ``plain_modules``: modules as they were before a plan, to undo it

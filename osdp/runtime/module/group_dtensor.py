@@ -44,7 +44,26 @@ _ON_LISTS = ("_foreach_", "_fused_")
 #: What looks for infinite gradients.
 _UNSCALES = "_amp_foreach_non_finite_check_and_unscale_"
 #: What returns views of plain tensors, and copies of shards where it cuts the dim that is sharded.
-_VIEWS = frozenset(("__getitem__", "select", "narrow", "split", "chunk", "tensor_split", "unbind"))
+_VIEWS = frozenset(
+    (
+        "__getitem__",
+        "select",
+        "narrow",
+        "split",
+        "split_with_sizes",
+        "hsplit",
+        "vsplit",
+        "dsplit",
+        "chunk",
+        "tensor_split",
+        "unbind",
+        "diagonal",
+        "linalg_diagonal",
+        "view",
+        "view_as",
+        "unflatten",
+    )
+)
 #: The attribute of such copies.
 _IS_COPY = "is_copy_of_shards"
 #: Torch's words for plain tensors beside DTensors.
@@ -161,7 +180,7 @@ class GroupDTensor(DTensor):
                     raise
                 run = _each_mesh if _is_on_lists(name) else partial(_computed, name=name)
                 found = run(func, args=_laid_out_alike(name, args), kwargs=kwargs)
-            if name in _VIEWS and (name != "__getitem__" or _is_view_index(args[1])):
+            if args and name in _VIEWS and (name != "__getitem__" or _is_view_index(args[1])):
                 _note_copies(args[0], found)
             return found
 
@@ -360,7 +379,7 @@ def _meet(value: DTensor, name: str) -> None:
     """Wait for the other ranks, where it shows if some never come."""
     control = Control.known(value.device_mesh)
     if control is not None:
-        control.exchange([0], f"{name} of a sharded parameter or gradient, which all ranks have to compute")
+        control.meet(f"{name} of a sharded parameter or gradient, which all ranks have to compute")
 
 
 def operands(args: Iterable[Any], kwargs: Mapping[str, Any]) -> Iterator[DTensor]:

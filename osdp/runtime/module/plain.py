@@ -60,18 +60,42 @@ def check_plain(model: nn.Module) -> None:
 
     Raises:
         ValueError: It is wrapped already, or a submodule is TorchScript, has a dot in a registered name, or
-            computes after its forward has returned; names that submodule.
+            computes after its forward has returned; names that submodule. Or two parameters share memory.
     """
     for fqn, module in model.named_modules():
         fault = _fault(fqn or "the root", module)
         if fault is not None:
             raise ValueError(fault)
+    _refuse_common_memory(model)
     tensor_parallel = {id(parameter) for parameter in sharded_parameters(model)}
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor) and id(parameter) not in tensor_parallel:
             raise ValueError(
                 f"the model is wrapped already: {name} is a DTensor, by parallelize_module "
                 "or fully_shard; wrap the plain model once, and pass tp= for tensor parallelism"
+            )
+
+
+def _refuse_common_memory(model: nn.Module) -> None:
+    """Raise if two parameters, one of them trained, begin at one place in memory.
+
+    They would be one where a plan replicates them.
+
+    Raises:
+        ValueError: Two do; names them.
+    """
+    found: dict[tuple[torch.device, int], tuple[str, nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        # Parameters without elements, on meta, or whose memory was freed have no address.
+        address = parameter.data_ptr() if type(parameter) is nn.Parameter and parameter.numel() else 0
+        own = name, parameter
+        other, earlier = found.setdefault((parameter.device, address), own) if address else own
+        # Those that are both frozen stay equal in whatever memory.
+        if other != name and (parameter.requires_grad or earlier.requires_grad):
+            raise ValueError(
+                f"{other} and {name} are two parameters in one memory, as a.data = b.data leaves them or two "
+                "nn.Parameter of one tensor: sharded they would be trained apart. Tie them as one parameter "
+                "(a.weight = b.weight), or give each a tensor of its own (nn.Parameter(tensor.clone()))"
             )
 
 

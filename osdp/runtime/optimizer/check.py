@@ -178,20 +178,22 @@ class OptimizerCheck:
         return compute_and_free if self._is_over_mine(optimizer) else closure
 
     def refuse_kept(self, optimizer: Optimizer) -> None:
-        """Raise if all gradients that ``optimizer`` is to step by are kept for a later reduction.
+        """Raise if gradients that ``optimizer`` is to step by are kept for a later reduction.
 
         Raises:
-            RuntimeError: They are: in their place are marks next to zero, by which nothing would be trained.
+            RuntimeError: Some are: in their place are marks next to zero, by which nothing would be trained.
         """
         if not self._running.plan.is_whole:
             return
         kept = self._running.sharded.kept
         mine = _with_gradients(optimizer) & self._parameters.keys() if kept else set()
-        if mine and mine <= kept:
+        if mine & kept:
+            some = "" if mine <= kept else f"{len(mine & kept)} of "
             raise RuntimeError(
-                f"{type(optimizer).__name__} steps, and the gradients of its {len(mine)} parameters are kept "
-                "for a later reduction (inside of no_sync(), or after set_requires_gradient_sync(False)): "
-                "run the last backward of each step outside, which reduces them all. Steps by the gradients "
+                f"{type(optimizer).__name__} steps, and the gradients of {some}its {len(mine)} parameters "
+                "are kept for a later reduction (inside of no_sync(), or after "
+                "set_requires_gradient_sync(False)): run the last backward of each step outside, which "
+                "reduces them all; or give a part that waits an optimizer of its own. Steps by the gradients "
                 "of single ranks, as LocalSGD of Accelerate makes, are not for a model under a plan"
             )
 

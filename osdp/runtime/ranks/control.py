@@ -16,10 +16,11 @@ import pickle
 import sys
 import time
 import weakref
+import zlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -27,7 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from osdp.comm.groups import device_of, equalize_group_count
 from osdp.comm.messages import Pending
-from osdp.torch_private.distributed import all_gather, store_of
+from osdp.torch_private.distributed import all_gather, backend_of, store_of
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +42,10 @@ _PATIENCE = 4.0
 
 #: Number of intervals after which a blocked rank logs what it waits for.
 _TELL_AFTER = 10
+
+#: First numbers of exchanges that may meet: a rank begins a pass, asks for a collective, meets others, or
+#: compares values.
+BEGINS, ASKS, MEETS, COMPARES = range(4)
 
 
 class LockstepError(RuntimeError):
@@ -70,27 +75,42 @@ class Control:
         self._seen = 0
         self._ended = False
         self._broken_by: str | None = None
+        #: The orders of collectives of the models on these ranks, by number.
+        self._orders: WeakValueDictionary[int, Any] = WeakValueDictionary()
+        self._num_orders = 0
         atexit.register(_farewell, weakref.ref(self))
 
     @classmethod
     def over(cls, mesh: DeviceMesh) -> "Control | None":
         """The control of the ranks of ``mesh``, created once; ``None`` for one rank and for fake groups."""
         group: dist.ProcessGroup = mesh.get_group()
-        backend = dist.get_backend(group)
-        if mesh.size() == 1 or backend == "fake":
+        if mesh.size() == 1 or dist.get_backend(group) == "fake":
             return None
         made = _MADE.get(group)
         if made is None:
             equalize_group_count(mesh, device_of(mesh))  # some ranks may have made groups of their own
             ranks = dist.get_process_group_ranks(group)
             own: dist.ProcessGroup = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-            made = _MADE[group] = cls(own, blocks=backend == "gloo")
+            # Not by the group's name, which is "undefined" if nobody chose one, or has one for each device.
+            made = _MADE[group] = cls(own, blocks=backend_of(group, device_of(mesh)) == "gloo")
         return made
 
     @classmethod
     def known(cls, mesh: DeviceMesh) -> "Control | None":
         """The control of the ranks of ``mesh``, if it was created."""
         return _MADE.get(mesh.get_group()) if mesh.ndim == 1 else None
+
+    # Models
+
+    def number(self, order: Any) -> int:
+        """The number of a model's order of collectives, which all ranks make one after the other."""
+        self._num_orders += 1
+        self._orders[self._num_orders] = order
+        return self._num_orders
+
+    def numbered(self, number: int) -> Any:
+        """The order of that number; ``None`` if this rank has given its model up."""
+        return self._orders.get(number)
 
     # Exchanges
 
@@ -106,6 +126,24 @@ class Control:
         self.run(lambda: all_gather(everybody, mine, group=self.group, async_op=True), what)
         found: list[list[int]] = everybody.view(self.size, -1).tolist()
         return found
+
+    def meet(self, what: str) -> None:
+        """Return when all ranks are here for the same.
+
+        Args:
+            what: The purpose, for messages of all ranks.
+
+        Raises:
+            LockstepError: Others are somewhere else.
+        """
+        # As many numbers as ranks exchange that agree on collectives: gloo ends a process that gets more.
+        rows = self.exchange([MEETS, zlib.crc32(what.encode()), 0, 0], what)
+        others = [str(rank) for rank, row in enumerate(rows) if row != rows[self.rank]]
+        if others:
+            raise self.refuse(
+                f"rank {self.rank} came for {what}, and rank {', '.join(others)} for something else: all of "
+                "them have to do it, in the same order, or none"
+            )
 
     def maximum(self, numbers: Sequence[int], what: str) -> list[int]:
         """The elementwise maximum of ``numbers`` over the ranks."""

@@ -22,7 +22,7 @@ another order.
 """
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -42,14 +42,12 @@ from osdp.runtime.ranks.collective_order import (
     spans,
     turn_of,
 )
-from osdp.runtime.ranks.control import Control, LockstepError
+from osdp.runtime.ranks.control import ASKS, BEGINS, COMPARES, Control, LockstepError
 from osdp.runtime.ranks.participants import CODES, CollectiveObserver, Participant, UnitCollectives
 from osdp.torch_private.autograd import in_backward
 from osdp.torch_private.fsdp import initialise_root
 from osdp.torch_private.fsdp_comms import set_backward_prefetch
 
-#: First number of an exchange: a rank begins a pass, or asks for a collective.
-_BEGINS, _ASKS = 0, 1
 #: Orders of evaluation with more events per participant than this are forgotten; they grow where ranks differ
 #: each time.
 _LONGEST = 8
@@ -98,6 +96,8 @@ class Lockstep:
 
     def __init__(self, control: Control | None, root: nn.Module, participants: Sequence[Participant]) -> None:
         self._control = control
+        #: Which of the models on these ranks this is.
+        self._number = 0 if control is None else control.number(self)
         self._root = root
         self._participants = tuple(participants) if control is not None else ()
         #: By code of a pass: the agreed order, its name, and participants in it that no rank has run.
@@ -270,6 +270,37 @@ class Lockstep:
             return list(used)
         return [bool(vote) for vote in self._control.maximum([*used], "the end of a backward of all ranks")]
 
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the first of the ranks."""
+        return self._control is None or self._control.rank == 0
+
+    def differing(self, numbers_of: Callable[[], Mapping[str, int]]) -> list[str]:
+        """Names of the numbers that are not the same on all ranks; a collective call.
+
+        Args:
+            numbers_of: Returns this rank's by name, with the same names on all ranks; called if there are
+                several.
+
+        Raises:
+            LockstepError: Other ranks are somewhere else.
+        """
+        if self._control is None:
+            return []
+        numbers = dict(numbers_of())
+        if not numbers:
+            return []
+        what = "a comparison of the replicated parameters"
+        # As many numbers as in all exchanges that may meet, and one rank's all only if they differ.
+        digest = zlib.crc32(repr(numbers).encode())
+        rows = self._control.exchange([COMPARES, digest, self._number, 0], what)
+        if any(row[0] != COMPARES or row[2] != self._number for row in rows):
+            raise self._different("compares its replicated parameters, after a backward")
+        if all(row[1] == digest for row in rows):
+            return []
+        everybody = self._control.gather(numbers, what)
+        return [name for name in numbers if len({theirs[name] for theirs in everybody}) > 1]
+
     def _reach(self, running: _Pass, event: int) -> None:
         if not running.has_asked:
             # 1. Later in the known order: join everything before it.
@@ -324,7 +355,7 @@ class Lockstep:
         wanted = self._label_of(event)
         what = f"an agreement about {wanted}, which is not in the order so far, in {running.label}"
         while True:
-            rows = self._control.exchange([_ASKS, running.code, running.at, event], what)
+            rows = self._control.exchange([ASKS, running.code, running.at, event], what)
             if len({tuple(row[:3]) for row in rows}) > 1:
                 raise self._different(f"asks for {wanted} in {running.label}, after {running.at} others")
             chosen = min((row[3] for row in rows), key=turn)
@@ -350,16 +381,19 @@ class Lockstep:
         assert self._control is not None
         while True:
             label = self._labels[code]
-            rows = self._control.exchange([_BEGINS, code, 0, trains], f"all ranks to begin {label}")
-            if any(row[0] != _BEGINS for row in rows):
+            mine = [code, self._number]
+            rows = self._control.exchange([BEGINS, *mine, trains], f"all ranks to begin {label}")
+            if any(row[0] != BEGINS for row in rows):
                 raise self._different(f"begins {label}")
-            if len({row[1] for row in rows}) > 1:
-                evaluations = sorted(row[1] for row in rows if not row[3])
-                if not evaluations:
+            if any(row[1:3] != mine for row in rows):
+                evaluations = sorted(row[1:3] for row in rows if not row[3])
+                # All ranks choose the same of several, of this model or of another one: those that do not run
+                # it join it first.
+                order = self._control.numbered(evaluations[0][1]) if evaluations else None
+                if order is None:
                     raise self._different(f"begins {label}")
-                # All ranks choose the same of several: those that do not run it join it first.
-                if evaluations[0] != code:
-                    self._run_along(evaluations[0])
+                if evaluations[0] != mine:
+                    order._run_along(evaluations[0][0])
                     continue
             self._control.start_over()
             return
@@ -375,6 +409,7 @@ class Lockstep:
         if not self._pending:
             for participant in self._participants:
                 participant.end_forward()
+        self._unsure = True  # as on the ranks that run it
 
     def _different(self, mine: str) -> LockstepError:
         assert self._control is not None

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from osdp.comm.averaging import Reduction
+from osdp.comm.first_values import broadcast_values
 from osdp.comm.groups import Meshes, device_of
 from osdp.model.training import Training
 from osdp.plan.plan import Plan
@@ -28,6 +29,7 @@ from osdp.runtime.meta_init import check_initialisers, is_on_meta, materialise, 
 from osdp.runtime.module.parameter_owners import ParameterSites, owned_parameters
 from osdp.runtime.module.plain_modules import PlainModules
 from osdp.runtime.module.plain_states import accept_plain_states
+from osdp.runtime.module.recurrent import keep_in_place
 from osdp.runtime.ranks.agreement import check_alike, check_together, first_rank_has_values
 from osdp.runtime.ranks.control import Control
 from osdp.runtime.ranks.lockstep import Lockstep
@@ -91,6 +93,7 @@ def apply_sharding(
     if whole_mesh is not mesh:
         _check_beside_tensor_parallel(sharding)
     plain = PlainModules(model)
+    keep_in_place(model)
     # 2. Rank 0's values everywhere, each parameter as the plan stores it.
     if fill is None:
         _start_buffers(model, mesh, receives)
@@ -112,7 +115,7 @@ def apply_sharding(
         plan,
         mesh,
         parameters=parameters,
-        reducer=_make_reducer(sharding, parameters, policy, group, lockstep),
+        reducer=_make_reducer(sharding, parameters, policy, group, device_of(mesh), lockstep),
         norm_group=group_of(whole_mesh),
         lockstep=lockstep,
         inputs_dtype=policy.param_dtype if computation.cast_forward_inputs else None,
@@ -225,9 +228,11 @@ def _make_reducer(
     parameters: PlannedParameters,
     policy: MixedPrecisionPolicy,
     group: dist.ProcessGroup,
+    device: torch.device,
     lockstep: Lockstep,
 ) -> GradientReducer:
-    reduction = Reduction(group, lambda work: lockstep.wait(work, "the reduction of replicated gradients"))
+    what = "the reduction of replicated gradients"
+    reduction = Reduction(group, device, lambda work: lockstep.wait(work, what))
     return GradientReducer(replicated_units(sharding, parameters.replicated), policy.reduce_dtype, reduction)
 
 
@@ -308,6 +313,6 @@ def _start_buffers(model: nn.Module, mesh: DeviceMesh, receives: bool) -> None:
             if buffer.is_meta and not receives:
                 continue
             moved = torch.empty_like(buffer, device=device) if buffer.is_meta else buffer.to(device)
-            dist.broadcast(moved, group=mesh.get_group(), group_src=0)
+            broadcast_values(moved, mesh.get_group())
             if moved is not buffer:
                 setattr(module, name, moved)

@@ -10,6 +10,7 @@ autograd runs when nothing else is left::
     _hand_out      gradients to stored parameters, in one order, then users' hooks
 """
 
+import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -35,7 +36,10 @@ from osdp.torch_private.autograd import (
     queue_backward_callback,
     remove_hooks,
 )
+from osdp.torch_private.dispatch_modes import unseen_by_checkpoints
 from osdp.torch_private.fsdp import expect_end_of_backward
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +104,10 @@ class BackwardPass:
         self._due: tuple[str, ...] | None = None
         self._watched: set[int] = set()
         self._watched_for: tuple[str, ...] | None = None
+        #: How many backwards have reduced gradients, and whether copies on the ranks were found to differ.
+        self._num_reduced, self._is_apart = 0, False
         lockstep.on_backward = self.begin
+        entries.on_recompute = self._on_recompute
         parameters.report_to(self._on_gradient)
         self.watch_replicated()
         self._watch_stored()
@@ -128,6 +135,7 @@ class BackwardPass:
         self._used.difference_update(self._accumulation.begin_backward())
         for parameter in self._parameters:
             parameter.path.begin(parameter.stored)
+        self._sharded.begin_backward()
         expect_end_of_backward(self._model)
         queue_backward_callback(self._end)
 
@@ -143,7 +151,7 @@ class BackwardPass:
 
     def close(self) -> None:
         """Remove the hooks on stored parameters, and let the graphs of earlier forwards keep none of them."""
-        self._lockstep.on_backward = lambda: None
+        self._lockstep.on_backward = self._entries.on_recompute = lambda: None
         for parameter in self._parameters:
             remove_hooks(parameter.stored, parameter.path.own_hooks)
 
@@ -242,6 +250,14 @@ class BackwardPass:
             handle = parameter.stored.register_hook(gradient_hook(self, parameter, BackwardPass._on_stored))
             parameter.path.own_hooks.add(handle.id)
 
+    def _on_recompute(self) -> None:
+        """Begin the backward, if the first sign of it is a checkpoint that computes again."""
+        if self.runs:
+            return
+        # Gradients are enabled for what is computed again, which says nothing of the backward itself.
+        with torch.no_grad(), unseen_by_checkpoints():
+            self.begin()
+
     def _on_replicated_gradient(self, parameter: ReplicatedParameter) -> None:
         self._on_gradient(parameter)
         if parameter.compute.requires_grad:
@@ -287,7 +303,7 @@ class BackwardPass:
         due = self._due
         if not due:
             # None is reduced (no_sync): sharded and replicated units keep what they have.
-            self._deliver(())
+            self._deliver((), reduces=False)
             return
         # A parameter that this rank has not used may have a gradient on another. The answer comes with the
         # last bucket where that can carry flags, else by an exchange of its own.
@@ -301,19 +317,24 @@ class BackwardPass:
                 missing = []
             self._reducer.start_rest(absent)
         self._used.difference_update(due)
-        self._deliver(absent)
+        self._deliver(absent, reduces=len(absent) < len(due))
         if missing and not self._settings.find_unused_parameters:
             raise unused_error(missing)
 
-    def _deliver(self, absent: Collection[str]) -> None:
-        """Hand out gradients and call users' hooks, in the same order on all ranks; ends the backward."""
+    def _deliver(self, absent: Collection[str], *, reduces: bool) -> None:
+        """Hand out gradients and call users' hooks, in the same order on all ranks; ends the backward.
+
+        Args:
+            absent: Names of the parameters that are to be reduced and that no rank has used.
+            reduces: Whether some gradients are reduced.
+        """
         # Before users' hooks run, which may begin another pass.
         self._sharded.end_backward()
         self.runs = False
         self.is_awaited = False
         self._entries.open_in_backward = True
         try:
-            self._hand_out(absent)
+            self._hand_out(absent, reduces)
         except BaseException:
             # A hook raised: this counts as a backward that did not end, whose gradients are dropped.
             self.runs = True
@@ -323,21 +344,47 @@ class BackwardPass:
         if self._used:
             self._accumulation.end_backward([p for p in self._parameters if p.name in self._used])
 
-    def _hand_out(self, absent: Collection[str]) -> None:
+    def _hand_out(self, absent: Collection[str], reduces: bool) -> None:
         self._reducer.finish(absent)
         self.on_reduced()
+        if reduces:
+            self._compare_copies()
         for parameter in self._parameters:
             path, stored = parameter.path, parameter.stored
             if isinstance(stored, DTensor):
                 compute_as_whole(stored.grad)
             is_absent = parameter.name in absent
-            if not is_absent:
+            if is_absent:
+                path.give_up()  # zeros, which ranks that joined its reductions have kept
+            else:
                 # On all ranks, also on those that have not used it.
                 self.stepped.discard(id(stored))
             if path.is_held:
                 path.deliver(stored, None if is_absent else stored.grad)
             elif is_absent and not path.had_gradient and not isinstance(parameter, ReplicatedParameter):
                 stored.grad = None  # FSDP2 counted it as zero
+
+    def _compare_copies(self) -> None:
+        """Warn once if ranks no longer have the same values of what each of them steps by itself.
+
+        Called where a backward has reduced gradients, since all ranks come there, and equally often. An
+        optimizer may step on one of them alone.
+        """
+        self._num_reduced += 1
+        if self._is_apart or self._num_reduced & (self._num_reduced - 1):
+            return  # only in the first of them, the second, the fourth, the eighth and so on
+        apart = self._lockstep.differing(self._replicated.checksums)
+        self._is_apart = bool(apart)
+        if apart and self._lockstep.is_first:
+            logger.warning(
+                "%d replicated parameters, such as %r, do not have the same values on all ranks: if that "
+                "lasts, each rank trains a model of its own. Optimizers and loaded weights must be the same "
+                "on all ranks. Random numbers that are added to weights or gradients (torch.randn_like), or "
+                "drawn for weights (nn.init), are not: draw them with a torch.Generator that has one seed on "
+                'all ranks, or plan with strategy="FULL_SHARD"',
+                len(apart),
+                apart[0],
+            )
 
     def _used_nowhere(self, due: Sequence[str]) -> Iterator[str]:
         """The names in ``due`` that no rank used."""

@@ -72,6 +72,8 @@ class Entries:
         }
         #: Whether calls inside a backward count as outermost too: it has ended except for users' hooks.
         self.open_in_backward = False
+        #: Called where a backward computes a part of a forward again, as a checkpoint does.
+        self.on_recompute: Callable[[], object] = lambda: None
         # First of all pre-hooks: FSDP2 must not start from the state of a failed step.
         begin = torch.compiler.disable(self._before)
         model.register_forward_pre_hook(begin, prepend=True, with_kwargs=True)
@@ -117,6 +119,8 @@ class Entries:
             self._depth += module is self._module
             return args, kwargs
         if self._is_closed:
+            if torch.is_grad_enabled():
+                self.on_recompute()
             return args, kwargs
         with unseen_by_checkpoints():
             self._enter(module)

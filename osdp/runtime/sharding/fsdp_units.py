@@ -41,6 +41,7 @@ from osdp.torch_private.fsdp import (
     parameter_groups,
     sharding_state,
     unsharded_parameters,
+    was_gathered,
 )
 from osdp.torch_private.modules import registered_parameter
 
@@ -68,11 +69,15 @@ def shard_units(
     """
     # ``fully_shard`` takes all parameters of a module that no unit inside has taken before.
     for unit in wrap_order(plan.fsdp_units):
-        before_unit(plan.parameters_of(unit))
-        _shard({fqn: model.get_submodule(fqn) for fqn in unit.modules}, unit, meshes, policy, replicated)
+        names = plan.parameters_of(unit)
+        before_unit(names)
+        modules = {fqn: model.get_submodule(fqn) for fqn in unit.modules}
+        _shard(modules, unit, meshes, _policy_for(model, names, policy), replicated)
     root = next((unit for unit in plan.fsdp_units if unit.root), None)
     if root is not None:
-        before_unit(plan.parameters_of(root))
+        names = plan.parameters_of(root)
+        before_unit(names)
+        policy = _policy_for(model, names, policy)
     _shard({"": model}, root, meshes, replace(policy, output_dtype=output_dtype), replicated)
 
 
@@ -107,6 +112,17 @@ def _shard(
     for module in modules:
         if isinstance(module, nn.MultiheadAttention):
             keep_identity(module)
+
+
+def _policy_for(model: nn.Module, names: Sequence[str], policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
+    """``policy`` for the unit of the parameters ``names``: complex gradients are reduced as they are.
+
+    ``reduce_dtype`` is a real one, which has no place for imaginary parts.
+    """
+    found = [model.get_parameter(name) for name in names]
+    trained = [parameter for parameter in found if parameter.requires_grad] or found
+    is_complex = any(parameter.is_complex() for parameter in trained)
+    return replace(policy, reduce_dtype=None) if is_complex else policy
 
 
 def _placement(parameter: nn.Parameter) -> Shard | None:
@@ -160,7 +176,11 @@ class ShardedUnit:
         wrapped = model.get_submodule(self.modules[0])
         self.state = sharding_state(wrapped)
         (self.group,) = parameter_groups(wrapped)
+        #: The version of the shards that were gathered, and whether it was known before this backward.
         self._gathered: tuple[object, ...] | None = None
+        self._was_known = False
+        #: Whether the next backwards reduce its gradients.
+        self._syncs = True
 
     @property
     def is_whole(self) -> bool:
@@ -188,6 +208,12 @@ class ShardedUnit:
         """Record the version of the shards that were gathered."""
         self._gathered = self._version
 
+    def note_kept(self) -> None:
+        """Record the version of the shards if a backward has gathered them, and leaves the unit gathered."""
+        # What was gathered before may be stale already, as in a second backward through one graph.
+        if self.is_whole and not self._was_known:
+            self.note_version()
+
     def reshard_if_stale(self) -> None:
         """Free the gathered parameters if shards were changed in place, as by an optimizer, or registered."""
         if not self.is_whole or self._gathered is None:
@@ -205,7 +231,7 @@ class ShardedUnit:
         group, syncs = self.group, any(path.syncs for path in paths)
         factors = {path.divide_factor for path in paths}
         hooks = {id(path.all_reduce_hook) for path in paths}
-        group.reduce_grads = group.all_reduce_grads = syncs
+        group.reduce_grads = group.all_reduce_grads = self._syncs = syncs
         group.gradient_divide_factor = paths[0].divide_factor if len(factors) == 1 else None
         group._all_reduce_hook = paths[0].all_reduce_hook if len(hooks) == 1 else None
         if group.gradient_divide_factor is not None and self.parameters[0].stored.device.type == "cpu":
@@ -217,6 +243,14 @@ class ShardedUnit:
             path.scale = ranks / path.divide_factor if apart and path.divide_factor else 1.0
             path.calls_hook = len(hooks) > 1 and path.all_reduce_hook is not None
             path.separate = path.scale != 1.0 or path.calls_hook or (syncs and not path.syncs)
+
+    def begin_backward(self) -> None:
+        """Prepare for a backward."""
+        self._was_known = self.is_whole and self._gathered is not None
+        if not self._syncs:
+            # A unit that was never gathered has nothing to keep. Told to keep gradients, FSDP2 would look for
+            # them on unsharded parameters, which do not exist yet; told to reduce, it passes over them.
+            self.group.reduce_grads = not was_gathered(self.group)
 
     def count_unused_as_zero(self, unused: bool) -> None:
         """Set whether parameters without a gradient are reduced as zeros.
@@ -323,11 +357,18 @@ class ShardedParameters:
                 unit.reshard()
         self._made = True
 
+    def begin_backward(self) -> None:
+        """Prepare all units for a backward."""
+        for unit in self.units:
+            unit.begin_backward()
+
     def end_backward(self) -> None:
         """Reset the units that were reduced; units that kept their gradients are still to be reduced."""
         for index in [index for index in self._touched if self.units[index].group.reduce_grads]:
             self.units[index].count_unused_as_zero(False)
             self._touched.remove(index)
+        for unit in self.units:
+            unit.note_kept()
 
     def reset(self) -> None:
         """Reset all units after a failed backward: nothing is left to reduce."""

@@ -7,9 +7,9 @@ replicated parameter. So hooks of stored parameters are held back during a backw
 the same order on all ranks:
 
     contribution of this backward, reduced over ranks
+      -> kept aside while the parameter does not synchronize (``set_requires_gradient_sync``)
       -> all-reduce hook (``set_all_reduce_hook``)
       -> tensor hooks (``register_hook``); a tensor that one returns replaces the contribution
-      -> kept aside while the parameter does not synchronize (``set_requires_gradient_sync``)
       -> added to ``grad``
       -> post-accumulate hooks (``register_post_accumulate_grad_hook``), for instance an optimizer in backward
 
@@ -119,8 +119,6 @@ class GradientPath:
         held.give_back(stored)
         stored.grad = earlier
         with torch.no_grad():
-            if contribution is not None:
-                contribution = self._passed_on(contribution, held)
             if not self.syncs:
                 self._keep_aside(contribution)
                 return
@@ -129,6 +127,8 @@ class GradientPath:
                 contribution = aside if contribution is None else aside.add_(contribution)
             if contribution is None:
                 return
+            # Of all that was kept at once, as where backwards that keep gradients reduce nothing.
+            contribution = self._passed_on(contribution, held)
             stored.grad = contribution if earlier is None else earlier.add_(contribution)
             for hook in held.after_gradient():
                 hook(stored)

@@ -29,13 +29,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from osdp.comm.collectives import GatherInPlace
+from osdp.comm.first_values import broadcast_values
 from osdp.comm.messages import PendingMessages
 from osdp.plan.shard_math import shard_numel
 from osdp.runtime.module.counted_dtensor import CountedDTensor, change_of, count_changes
 from osdp.runtime.module.parameter_owners import ParameterSites
 from osdp.runtime.sharding.gradients import GradientPath
+from osdp.torch_private.distributed import is_dense, storage_id
 from osdp.torch_private.dtensor import data_pointer
 from osdp.torch_private.modules import registered_parameter
+
+#: Elements of a parameter that its checksum is made of.
+_SUMMED = 4096
 
 
 class ReplicatedParameter:
@@ -63,6 +68,8 @@ class ReplicatedParameter:
             _free(self.compute)
         else:
             self.compute = nn.Parameter(local, requires_grad=self.stored.requires_grad)
+        #: The memory of the compute parameter, unless it is a copy.
+        self._memory = storage_id(self.compute)
 
     @property
     def local(self) -> torch.Tensor:
@@ -87,34 +94,45 @@ class ReplicatedParameter:
         with torch.no_grad():
             return grad.to_local() if isinstance(grad, DTensor) else grad
 
-    def swap_in(self) -> None:
-        """Register the compute parameter."""
+    def swap_in(self) -> bool:
+        """Register the compute parameter; returns whether that was given other memory, which is lost."""
         if self.compute.requires_grad != self.stored.requires_grad:
             self.compute.requires_grad_(self.stored.requires_grad)
+        was_moved = False
         if self._casts:
             _allocate(self.compute)
             self._copy()
         else:
-            self._follow_storage()
+            was_moved = self._follow_storage()
         self.owned.register(self.compute)
+        return was_moved
 
-    def refresh(self) -> None:
-        """Register the compute parameter again if something else was registered, with present values."""
+    def refresh(self) -> bool:
+        """Register the compute parameter again if something else was registered, with present values.
+
+        Returns:
+            As :meth:`swap_in`.
+        """
         for module, name in self.owned.places:
             if registered_parameter(module, name) is not self.compute:
                 self.owned.register(self.compute)  # torch.func.functional_call registers what it was given
         if self._casts:
             self._copy()  # changes through ``data`` are not counted
-        else:
-            self._follow_storage()
+            return False
+        return self._follow_storage()
 
     def _copy(self) -> None:
         # Through ``data``: autograd must not see a new version of tensors saved for a pending backward.
         self.compute.data.copy_(self.local)
 
-    def _follow_storage(self) -> None:
-        if self.compute.data_ptr() != self._pointer():
-            self.compute.data = self.local  # the stored parameter was given other storage
+    def _follow_storage(self) -> bool:
+        """Let the compute parameter lie where the stored one does; returns whether a user has moved it."""
+        if self.compute.data_ptr() == self._pointer():
+            return False
+        was_moved = storage_id(self.compute) != self._memory  # else the stored one was given other storage
+        self.compute.data = self.local
+        self._memory = storage_id(self.compute)
+        return was_moved
 
     def swap_out(self) -> None:
         """Register the stored parameter."""
@@ -264,6 +282,15 @@ class ReplicatedParameters:
         """
         self._gather(p for p in self._in_shards if p.has_changed)
 
+    def checksums(self) -> dict[str, int]:
+        """A number for the values of each parameter that every rank steps by itself, by name."""
+        alone = [p for p in self.parameters if not isinstance(p, ParameterSteppedInShards)]
+        if not alone:
+            return {}
+        with torch.no_grad():
+            sums: list[int] = torch.stack([_checksum(parameter.local) for parameter in alone]).tolist()
+        return {parameter.name: found for parameter, found in zip(alone, sums, strict=True)}
+
     def _gather(self, parameters: Iterable[ParameterSteppedInShards]) -> None:
         gathered = list(parameters)
         if gathered:
@@ -281,15 +308,26 @@ class ReplicatedParameters:
         return known[1]
 
     def swap_in(self) -> bool:
-        """Register the compute parameters; returns whether they were swapped out before."""
-        if self.swapped_in:
-            for parameter in self.parameters:
-                parameter.refresh()
-            return False
-        for parameter in self.parameters:
-            parameter.swap_in()
+        """Register the compute parameters; returns whether they were swapped out before.
+
+        Raises:
+            RuntimeError: Some were given other memory meanwhile, which the stored ones do not see; they lie
+                where those do again.
+        """
+        was_in = self.swapped_in
+        if was_in:
+            moved = [parameter.name for parameter in self.parameters if parameter.refresh()]
+        else:
+            moved = [parameter.name for parameter in self.parameters if parameter.swap_in()]
         self.swapped_in = self._has_copies = True
-        return True
+        if moved:
+            more = f" (and {len(moved) - 1} more)" if len(moved) > 1 else ""
+            raise RuntimeError(
+                f"{moved[0]!r}{more} was given other memory (p.data = value) in a forward, or before its "
+                "backward, while modules had what they compute with in its place: what is trained does not "
+                "see that. Change weights after optimizer.step(), by p.copy_(value) under torch.no_grad()"
+            )
+        return not was_in
 
     def swap_out(self) -> None:
         """Register the stored parameters."""
@@ -329,7 +367,9 @@ def replicate(
         local = old.to_local() if isinstance(old, DTensor) else old.detach()
         if receives or not local.is_meta:
             local = torch.empty_like(local, device=device) if local.is_meta else local.to(device)
-            dist.broadcast(local, group=mesh.get_group(), group_src=0)
+            if not is_dense(local):
+                local = local.contiguous()  # gradients lie alike, and gaps in a bucket are others' places
+            broadcast_values(local, mesh.get_group())
         value = local if stored_on is None else _stored(local, old, stored_on)
     # A new object even where the values keep their storage: see osdp.runtime.module.replaced.
     new = nn.Parameter(value, requires_grad=old.requires_grad)
@@ -350,6 +390,19 @@ def _stored(local: torch.Tensor, old: torch.Tensor, mesh: DeviceMesh) -> DTensor
         shape=old.shape,
         stride=old.stride(),
     )
+
+
+def _checksum(tensor: torch.Tensor) -> torch.Tensor:
+    """The sum of the bytes of the first elements of ``tensor``: exact, in whichever order they are added up.
+
+    Of a few elements it costs next to nothing, and they tell enough: noise, or new values, are everywhere.
+    """
+    for dim, size in enumerate(tensor.shape):
+        if tensor.numel() <= _SUMMED:
+            break
+        tensor = tensor.narrow(dim, 0, max(1, _SUMMED * size // tensor.numel()))
+    # Of a row of a transposed tensor, say, reshape(-1) makes a view with gaps, which has no bytes.
+    return tensor.contiguous().view(-1).view(torch.uint8).sum(dtype=torch.int64)
 
 
 def _is_dense_by_rows(tensor: torch.Tensor) -> bool:

@@ -297,6 +297,11 @@ class ShardedModel:
         """Names of the parameters that were trainable when the model was wrapped."""
         return self._backward.trainable_at_first
 
+    @property
+    def trains_others(self) -> bool:
+        """Whether other parameters are trainable at present than when the model was wrapped."""
+        return set(self.parameters.trainable) != self.trainable_at_first
+
     def remember_trainable(self, names: Collection[str]) -> None:
         """Note parameters that were trainable when the model was wrapped, under an earlier plan."""
         self._backward.trainable_at_first |= frozenset(names)

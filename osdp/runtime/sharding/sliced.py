@@ -15,7 +15,15 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard
 
 from osdp.model.fqn import is_compiled_as_one, is_inside
-from osdp.nn.modules import SliceSetting, check_slicing, kind_of, make_sliced, slice_along, sliced_dim
+from osdp.nn.modules import (
+    SliceSetting,
+    call_of_its_own,
+    check_slicing,
+    kind_of,
+    make_sliced,
+    slice_along,
+    sliced_dim,
+)
 from osdp.nn.sliced_weight import compute_with
 from osdp.plan.shard_math import shard_numel
 from osdp.plan.sharding import Decision, ShardingPlan
@@ -58,8 +66,9 @@ def _module_fault(model: nn.Module, fqn: str, decision: Decision) -> str | None:
     if is_compiled_as_one(fqn):
         compiled = fqn.rpartition(".")[0]
         return f"module {compiled!r} was made by torch.compile, which keeps running the module it was given"
-    if "forward" in module.__dict__:
-        return f"module {fqn!r} has a forward of its own, set on the instance"
+    own = call_of_its_own(module)
+    if own is not None:
+        return f"module {fqn!r} {own}"
     if _WEIGHT not in module._parameters:
         return f"module {fqn!r} registers no parameter 'weight'"
     try:
@@ -82,7 +91,7 @@ def exchange_modules(model: nn.Module, plan: ShardingPlan, policy: MixedPrecisio
             slicing = replace(
                 _slicing(module, decision),
                 dtype=policy.param_dtype,
-                reduce_dtype=policy.reduce_dtype,
+                reduce_dtype=policy.reduce_dtype or policy.param_dtype,  # as FSDP2 does
                 by_exchange=routes[decision.operator].by_exchange,
             )
             made[module] = make_sliced(module, slicing)

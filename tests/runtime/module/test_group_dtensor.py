@@ -62,6 +62,9 @@ PARTS: dict[str, tuple[Callable[[torch.Tensor], object], bool]] = {
     "an assigned row": (lambda p: p.__setitem__(3, 0.0), True),
     "columns": (lambda p: p[:, :2].zero_(), False),
     "a copy of rows": (lambda p: p[:2].clone().zero_(), False),
+    "a diagonal": (lambda p: p.diagonal().zero_(), True),
+    "a diagonal of data": (lambda p: torch.diagonal(p.data).fill_(1.0), True),
+    "a copy of a diagonal": (lambda p: p.diagonal().clone().zero_(), False),
 }
 
 

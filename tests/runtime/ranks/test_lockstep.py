@@ -247,6 +247,45 @@ def evaluates_more_batches() -> None:
                 assert (whole(got.grad) - want.grad).abs().max() < 1e-9, f"{plan}: {name}"
 
 
+def evaluates_more_batches_of_two_models() -> None:
+    """What rank 0 alone evaluates of the second model was gathered from the weights of the first."""
+    for plan in ("replicated", "blocks", "kept", "sliced"):
+        nets = [start(Dropped, plan)[0] for _ in range(2)]
+        plains = [reference(Dropped) for _ in range(2)]
+        rank = dist.get_rank()
+        with torch.no_grad():
+            for parameter in (*nets[1].parameters(), *plains[1].parameters()):
+                parameter.mul_(0.5)
+            for batch in range(1 if rank else 3):
+                for net, plain in zip(nets, plains, strict=True):
+                    got = loss_of(net, range(DEPTH), batch, rank)
+                    assert (got - loss_of(plain, range(DEPTH), batch, rank)).abs() < 1e-9, plan
+        for net, plain in zip(nets, plains, strict=True):
+            loss_of(net, range(DEPTH), 5, rank).backward()
+            (sum(loss_of(plain, range(DEPTH), 5, r) for r in range(2)) / 2).backward()
+            for (name, got), want in zip(net.named_parameters(), plain.parameters(), strict=True):
+                assert got.grad is not None
+                assert want.grad is not None
+                assert (whole(got.grad) - want.grad).abs().max() < 1e-9, f"{plan}: {name}"
+
+
+def one_reads_a_norm_while_the_other_evaluates() -> None:
+    net, _ = start(Dropped, "blocks")
+    rank = dist.get_rank()
+    loss_of(net, range(DEPTH), 0, rank).backward()
+
+    def work() -> None:
+        with torch.no_grad():
+            if rank:
+                loss_of(net, range(DEPTH), 1, rank)
+            else:
+                net.head.weight.norm()  # type: ignore[operator, union-attr]
+
+    said = refusal(work)
+    assert "rank 0 came for norm of a sharded parameter or gradient" in said, said
+    all_refused()
+
+
 def one_evaluates_while_the_other_trains() -> None:
     net, _ = start(Dropped, "blocks")
     rank = dist.get_rank()
@@ -288,6 +327,15 @@ def test_another_order_on_all_ranks_is_right(plan: str) -> None:
 
 def test_ranks_may_evaluate_different_numbers_of_batches() -> None:
     run(2, evaluates_more_batches, timeout=60)
+
+
+def test_ranks_may_evaluate_different_numbers_of_batches_of_two_models() -> None:
+    run(2, evaluates_more_batches_of_two_models, timeout=60)
+
+
+def test_a_norm_that_one_rank_reads_alone_is_refused() -> None:
+    """One number met four, and gloo ended the process."""
+    run_refused(one_reads_a_norm_while_the_other_evaluates)
 
 
 def test_a_rank_that_trains_while_the_other_evaluates_is_refused() -> None:
@@ -356,6 +404,15 @@ def one_dies(plan: str) -> None:
 def test_a_fault_on_one_rank_is_named_on_the_others(plan: str) -> None:
     for hook in (fails_in_forward, fails_in_backward):
         run_refused(one_fails, plan, hook)
+
+
+@pytest.mark.parametrize("backend", ["cpu:gloo", "undefined"])
+def test_a_fault_is_named_however_the_backend_was_chosen(backend: str) -> None:
+    """``init_process_group()`` has none by name, and the others waited for half an hour."""
+    if backend == "undefined" and torch.cuda.is_available():
+        pytest.skip("torch chooses that of the GPU")
+    with pytest.raises(RankError, match="Refused"):
+        run(2, one_fails, "blocks", fails_in_backward, backend=backend, timeout=40)
 
 
 @pytest.mark.parametrize("plan", ["replicated", "blocks", "kept", "sliced"])

@@ -167,3 +167,26 @@ def steps_by_what_is_kept(mode: Mode) -> None:
 def test_an_optimizer_does_not_step_by_gradients_that_are_kept(mode: Mode) -> None:
     """It stepped by marks of 1e-30: a training inside of no_sync(), right under DDP, trained nothing."""
     run(2, steps_by_what_is_kept, mode)
+
+
+def steps_by_what_is_kept_in_part(mode: Mode) -> None:
+    model = wrapped(mode)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model[2].set_requires_gradient_sync(False)
+    model(batch_of(0, dist.get_rank())).square().mean().backward()
+    before = [whole(parameter.detach()).clone() for parameter in model.parameters()]
+    with pytest.raises(RuntimeError, match=r"the gradients of 2 of its 3 parameters are kept"):
+        optimizer.step()
+    for parameter, value in zip(model.parameters(), before, strict=True):
+        assert torch.equal(whole(parameter.detach()), value)
+    model[2].set_requires_gradient_sync(True)
+    model(batch_of(1, dist.get_rank())).square().mean().backward()
+    optimizer.step()
+    for parameter, value in zip(model.parameters(), before, strict=True):
+        assert not torch.equal(whole(parameter.detach()), value)
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_an_optimizer_does_not_step_by_gradients_of_which_some_are_kept(mode: Mode) -> None:
+    """Small parameters of a part that waits were stepped by marks of 1e-30: decayed, moved by momentum."""
+    run(2, steps_by_what_is_kept_in_part, mode)

@@ -154,7 +154,7 @@ def exchanged_without_gaps() -> tuple[list[int], float]:
     model = Positioned().double()
     reference = copy.deepcopy(model)
     running = applied(model, by_exchange=True)
-    averaging = Reduction(dist.group.WORLD, lambda work: work.wait())
+    averaging = Reduction(dist.group.WORLD, torch.device("cpu"), lambda work: work.wait())
     reducer = GradientReducer([list(running.parameters.replicated)], None, averaging)
     sizes = [bucket._layout.numel for bucket in reducer.buckets]
     world = dist.get_world_size()

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import logging
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,6 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
+from osdp import OSDP
 from osdp.plan.sharding import Mode
 from osdp.runtime import ShardedModel, apply
 from tests.helpers.distributed import RankError, run
@@ -201,6 +203,34 @@ def low_precision_backwards_interleave() -> None:
         assert difference(results[1][name], want) < 2e-2, name
 
 
+def backwards_begin_in_checkpoints() -> None:
+    """The second of two met, in what it computed again, DTensors or parameters of another dtype."""
+    apart = {"": Mode.FULL_SHARD, "blocks": Mode.NO_SHARD}
+    cases: tuple[tuple[Any, str | None, float], ...] = (
+        (apart, None, 1e-5),
+        (Mode.NO_SHARD, "bfloat16", 2e-2),
+    )
+    for modes, dtype, tolerance in cases:
+        results = []
+        for together in (True, False):
+            torch.manual_seed(7)
+            net = Net(gated=False, recompute=True)
+            apply(net, plan_by_hand(net, modes, dist.get_world_size(), param_dtype=dtype))
+            seen: list[torch.Tensor] = []
+            net.blocks[0].register_forward_hook(lambda _m, _a, output, seen=seen: seen.append(output))
+            for view in (0, 10):
+                net(tokens(view + dist.get_rank(), 2, 6))
+            losses = [hidden.float().square().mean() for hidden in seen]
+            if together:
+                (losses[0] + losses[1]).backward()
+            else:
+                for each in losses:
+                    each.backward()
+            results.append(gradients(net))
+        for name, want in results[0].items():
+            assert difference(results[1][name], want) < tolerance, (dtype, name)
+
+
 def recomputes_the_whole() -> None:
     want = expected(one_loss)
     for layout in FEW:
@@ -346,6 +376,102 @@ def unfreezing_another_dtype_is_refused() -> None:
         assert net.up.weight.grad is None
 
 
+def parts_that_never_ran_keep_no_gradients() -> None:
+    """FSDP2 looked for gradients of their whole parameters, which there were none of yet."""
+    x = torch.linspace(-1, 1, 60).view(2, 6, 5)
+    for layout in ("replicate all", "step sharded all", "shard all", "shard apart", "mixed leaves"):
+        torch.manual_seed(7)
+        net = Net(gated=False)
+        modes, groups = LAYOUTS[layout]
+        dtypes = {"param_dtype": "bfloat16", "reduce_dtype": "float32"}
+        applied = apply(net, plan_by_hand(net, modes, dist.get_world_size(), groups=groups, **dtypes))
+        with applied.no_sync():
+            net.blocks[1](x).float().square().mean().backward()
+        net.blocks[1](x).float().square().mean().backward()
+        with_gradient = {name for name, p in net.named_parameters() if p.grad is not None}
+        assert with_gradient == {n for n, _ in net.named_parameters() if n.startswith("blocks.1.")}, layout
+        with applied.no_sync():
+            step(net)
+        step(net)
+        assert all(p.grad is not None for p in applied.stored_parameters() if p.requires_grad), layout
+
+
+class Spectral(nn.Module):
+    """Complex weights beside real ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.real = nn.Linear(6, 6)
+        self.spectrum = nn.Linear(4, 4, dtype=torch.complex64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.fft.irfft(self.spectrum(torch.fft.rfft(self.real(x))), n=6)
+
+
+def complex_gradients_are_reduced_as_they_are() -> None:
+    """FSDP2 reduced them in the dtype of the others, a real one."""
+    x = torch.randn(2, 5, 6, generator=torch.Generator().manual_seed(1))
+    for mode in (Mode.NO_SHARD, Mode.FULL_SHARD):
+        torch.manual_seed(3)
+        plain = Spectral()
+        torch.manual_seed(3)
+        net = Spectral()
+        applied = apply(net, plan_by_hand(net, mode, 2, reduce_dtype="float32"))
+        with applied.no_sync():
+            net(x[dist.get_rank()]).square().mean().backward()
+        net(x[dist.get_rank()]).square().mean().backward()
+        torch.stack([plain(x[rank]).square().mean() for rank in range(2)]).sum().backward()
+        want = {name: p.grad for name, p in plain.named_parameters()}
+        assert_same(gradients(net), want, str(mode))
+
+
+class Listening(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.told.append(record.getMessage())
+
+
+def told_of_copies(mode: Mode, noise: float, *, alone: bool) -> list[str]:
+    """What is told of four steps by gradients with noise of each rank's own; rank 0 may step alone."""
+    net = Net(gated=False)
+    model = OSDP(net, plan=plan_by_hand(net, mode, dist.get_world_size()))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.manual_seed(dist.get_rank())
+    logger, listening = logging.getLogger("osdp.runtime.sharding.backward_pass"), Listening()
+    logger.addHandler(listening)
+    try:
+        for index in range(4):
+            step(model, seed=index)
+            with torch.no_grad():
+                for grad in (p.grad for p in model.parameters() if p.grad is not None):
+                    local = grad.to_local() if isinstance(grad, DTensor) else grad
+                    local.add_(torch.randn_like(local), alpha=noise)
+            if not alone or dist.get_rank() == 0:
+                optimizer.step()
+            optimizer.zero_grad()
+    finally:
+        logger.removeHandler(listening)
+    return listening.told
+
+
+def copies_that_come_apart_are_told() -> None:
+    """Noise that each rank draws is right for shards; replicated parameters drifted apart in silence."""
+    for mode, noise, alone, is_told in (
+        (Mode.NO_SHARD, 0.1, False, True),
+        (Mode.NO_SHARD, 0.0, False, False),
+        (Mode.NO_SHARD, 0.0, True, True),  # the other rank waits for no step
+        (Mode.FULL_SHARD, 0.1, False, False),
+    ):
+        told = told_of_copies(mode, noise, alone=alone)
+        assert len(told) == (is_told and dist.get_rank() == 0), (mode, noise, alone, told)
+        assert all("do not have the same values on all ranks" in words for words in told)
+
+
 class Branches(nn.Module):
     """Two linears, of which a rank uses those it is told."""
 
@@ -425,6 +551,7 @@ CHECKS = (
     evaluates_before_the_optimizer_step,
     forwards_interleave,
     low_precision_backwards_interleave,
+    backwards_begin_in_checkpoints,
     recomputes_the_whole,
     freezes_later,
     autograd_grad_is_let_alone,
@@ -433,6 +560,9 @@ CHECKS = (
     models_can_be_freed,
     freezing_inside_an_accumulation_is_refused,
     unfreezing_another_dtype_is_refused,
+    parts_that_never_ran_keep_no_gradients,
+    complex_gradients_are_reduced_as_they_are,
+    copies_that_come_apart_are_told,
 )
 
 
