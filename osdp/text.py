@@ -94,7 +94,7 @@ def format_seconds(seconds: float) -> str:
     >>> format_seconds(0.01234), format_seconds(75.0), format_seconds(2e-6)
     ('12.3 ms', '75.0 s', '2.0 us')
     """
-    if abs(seconds) >= 1:
+    if abs(seconds) >= 0.9995:  # which three digits of milliseconds round to a second
         return f"{seconds:.3g} s" if abs(seconds) < 10 else f"{seconds:.1f} s"
     if abs(seconds) >= 1e-3:
         return f"{seconds * 1e3:.3g} ms"

@@ -14,6 +14,7 @@ from unittest import mock
 
 import pytest
 
+from osdp.cluster.spread import PUBLISHED_SPREAD
 from tests.helpers.devices import known_devices
 from tests.helpers.distributed import run
 from tests.helpers.load import slowdown
@@ -147,6 +148,17 @@ def test_every_public_name_is_in_the_reference() -> None:
 
     text = (ROOT / "docs" / "api.md").read_text(encoding="utf8")
     assert [name for name in osdp.__all__ if f"osdp.{name}" not in text] == []
+
+
+def test_the_table_of_the_cluster_planner_has_the_intervals_of_the_code() -> None:
+    """Those of an older spread stood above the sentence that tells today's."""
+    text = (ROOT / "docs" / "cluster_planner.md").read_text(encoding="utf8")
+    row = re.search(r"none +([\d.]+) ms .* ([\d.]+) GiB\n +\+ 7 A10 +([\d.-]+) s +([\d.-]+) GiB", text)
+    assert row is not None
+    seconds, peak, spread = float(row[1]) / 1e3, float(row[2]), PUBLISHED_SPREAD
+    wanted = [spread.low * seconds, spread.high * seconds, spread.peak_low * peak, spread.peak_high * peak]
+    shown = [float(end) for interval in (row[3], row[4]) for end in interval.split("-")]
+    assert shown == pytest.approx(wanted, rel=0.01)
 
 
 def test_the_documentation_builds_without_a_warning(tmp_path: Path) -> None:

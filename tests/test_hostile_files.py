@@ -257,6 +257,27 @@ def test_kernels_that_a_folder_names_are_not_fetched(described: Path) -> None:
     assert cli_models.load_described_model(described)
 
 
+def test_kernels_that_a_configuration_beside_it_names_are_not_fetched(described: Path) -> None:
+    """What the folder sets was looked at, and not the file that it names."""
+    source = codec.load(cli_models.ModelSource, described / "source.json")
+    evil = described / "evil.json"
+    evil.write_text('{"model_type": "gpt2", "_attn_implementation": "kernels-of/evil"}')
+    codec.save(dataclasses.replace(source, model=str(evil), fields=()), described / "source.json")
+    with pytest.raises(ValueError, match=r"runs code that transformers downloads for 'evil\.json'"):
+        cli_models.load_described_model(described)
+
+
+def test_classes_that_a_configuration_names_are_not_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Transformers asks at the terminal whether to run the code of a class that it does not have.
+    path = tmp_path / "config.json"
+    path.write_text('{"model_type": "vit", "auto_map": {"AutoModelForCausalLM": "who/ever--evil.Model"}}')
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    with pytest.raises(ValueError, match="references custom code contained in who/ever"):
+        cli_models.build(str(path), {}, 1, 1)
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [

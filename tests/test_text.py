@@ -59,6 +59,8 @@ def test_formatted_bytes_are_read_back_within_their_digits(size: int) -> None:
         (0.0, "0.0 us"),
         (1.5e-4, "150.0 us"),
         (0.25, "250 ms"),
+        (0.9994, "999 ms"),
+        (0.9997, "1 s"),
         (2.0, "2 s"),
         (9.999, "10 s"),
         (-0.002, "-2 ms"),

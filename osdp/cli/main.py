@@ -33,6 +33,7 @@ from osdp.cli import checkpoint as checkpoint_commands
 from osdp.cli import planning
 from osdp.cli.doctor import doctor
 from osdp.cli.models import (
+    CONFIGURATION,
     DEVICE,
     MODEL,
     PROFILE,
@@ -170,9 +171,15 @@ def profile(
             codec.save(value, out / name)
         samples = training.local_batch or 1
         codec.save(ModelSource(model, tuple(fields), samples, seq or TOKENS, tp), out / SOURCE)
+        if model.endswith(".json"):
+            (out / CONFIGURATION).write_text(codec.read_text(model), encoding="utf8")
         typer.echo(
             f"{model_desc.name} with {format_bytes(model_desc.nbytes)} of parameters is described in {out}"
         )
+    if mesh is not None:
+        # torchrun ends all ranks once one is gone that gloo has aborted: none leaves before what is written.
+        distributed.barrier()
+        distributed.destroy_process_group()
 
 
 for command in (

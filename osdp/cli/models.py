@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 #: How the model of a folder was made; stages are found by tracing it again.
 SOURCE = "source.json"
+#: The configuration that it was made from, where that was a file.
+CONFIGURATION = "source_config.json"
 MODEL, DEVICE, PROFILE, TRAINING = (
     f"{name}.json" for name in ("model_desc", "device", "profile", "training")
 )
@@ -98,8 +100,12 @@ def build(name: str, fields: dict[str, Any], batch: int, seq: int | None) -> "tu
         content = read_json(name)
         if not isinstance(content, dict):
             raise ValueError(f"{name}: must be a JSON object with a configuration, got {quote(content)}")
-        fields = {**content, **fields}
-        name = str(fields.pop("model_type", ""))
+        kind = {**content, **fields}.get("model_type")
+        if not kind:
+            raise ValueError(f"{name}: has no model_type, which says what model of transformers it is")
+        published = {key: value for key, value in content.items() if key != "model_type"}
+        fields = {key: value for key, value in fields.items() if key != "model_type"}
+        return language_model(str(kind), fields, published), token_batch(batch, seq or TOKENS)
     return language_model(name, fields), token_batch(batch, seq or TOKENS)
 
 
@@ -156,7 +162,14 @@ def load_described_model(
                 "change the function"
             )
         return build(source.model, parse_fields(source.fields), samples, None)
-    return build(source.model, parse_fields(source.fields), batch or source.batch, seq or source.seq)
+    name = _name_in(described, source)
+    return build(name, parse_fields(source.fields), batch or source.batch, seq or source.seq)
+
+
+def _name_in(described: Path, source: ModelSource) -> str:
+    """The ``MODEL`` of a folder: its copy of a configuration, whose file may be elsewhere, or another."""
+    copy = Path(described, CONFIGURATION)
+    return str(copy) if source.model.endswith(".json") and copy.is_file() else source.model
 
 
 def require_no_code(described: Path) -> None:
@@ -171,6 +184,9 @@ def require_no_code(described: Path) -> None:
     else:
         # Transformers downloads kernels for attention and experts from the address in such a field.
         fetched = [field for field in source.fields if _is_address(parse_fields([field]))]
+        name = _name_in(described, source)
+        if name.endswith(".json") and _is_address(read_json(name)):
+            fetched.append(Path(name).name)
         if not fetched:
             return
         code = f"code that transformers downloads for {quote(fetched[0])}"

@@ -61,6 +61,6 @@ def unit_times(plan: Plan) -> tuple[UnitTime, ...]:
     last_backward = count * float(timeline.backward_seconds[-1])
     optimizer = solution.outcome.optimizer_seconds - sum(each.optimizer for each in found)
     rest = solution.outcome.seconds - told - last_forward - last_backward - optimizer
-    nobody = "the loss, and communication and hooks that compute does not cover"
+    nobody = "the loss, and what compute does not cover of communication, hooks and the host"
     found.append(UnitTime(nobody, (), "", last_forward, last_backward, 0.0, rest, 0.0, optimizer))
     return tuple(found)

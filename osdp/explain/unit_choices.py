@@ -74,6 +74,7 @@ def explain(plan: Plan, unit: str | None = None) -> PlanExplanation:
         links_gain=gains.links,
         optimizer_gain=gains.optimizer,
         units=tuple(units),
+        host_gain=gains.host if _waits_for_host(rebuilt) else None,
     )
 
 
@@ -238,6 +239,13 @@ def _gains(rebuilt: Rebuilt) -> _Gains:
     )
 
 
+def _waits_for_host(rebuilt: Rebuilt) -> bool:
+    """Whether the host takes longest to issue one of the passes that the step has."""
+    cut, settings = rebuilt.solution.outcome.cut, rebuilt.problem.settings
+    accumulates = settings.microbatches > settings.reductions
+    return HOST in (cut.forward, cut.backward) or (accumulates and cut.silent == HOST)
+
+
 def _limits(rebuilt: Rebuilt, gains: _Gains) -> str:
     plan, outcome = rebuilt.plan, rebuilt.solution.outcome
     compute = outcome.compute_seconds + outcome.optimizer_seconds
@@ -245,7 +253,7 @@ def _limits(rebuilt: Rebuilt, gains: _Gains) -> str:
     free = plan.memory_limit - outcome.peak
     parts = {"compute": gains.compute, "communication": gains.links, "the optimizer": gains.optimizer}
     waits_for = "communication"
-    if HOST in (outcome.cut.forward, outcome.cut.backward):
+    if _waits_for_host(rebuilt):
         parts["the host, which issues kernels"] = gains.host
         waits_for = "the host" if plan.world_size == 1 else "communication and the host"
     if plan.world_size == 1:

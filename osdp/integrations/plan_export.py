@@ -13,7 +13,7 @@ from torch import nn
 
 from osdp.plan.plan import Plan
 from osdp.plan.sharded_units import wrap_order
-from osdp.plan.sharding import Mode, ShardingPlan, Unit
+from osdp.plan.sharding import Mode, Route, ShardingPlan, Unit
 
 #: What transformers calls the two ways of FSDP2 in a ``fsdp_plan``.
 _FREE, _KEEP = "free_full_weight", "keep_full_weight"
@@ -130,6 +130,7 @@ def to_accelerate(plan: Plan, model: nn.Module) -> Exported:
     )
     inner = [unit for unit in units if not unit.root]
     offloads = bool(inner) and all(unit.offloaded for unit in inner)
+    machines = plan.basis.device.nodes if plan.basis is not None else 1
     fsdp: dict[str, Any] = {
         "fsdp_version": 2,
         "fsdp_reshard_after_forward": by_choice[True] > by_choice[False],
@@ -144,7 +145,7 @@ def to_accelerate(plan: Plan, model: nn.Module) -> Exported:
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": "FSDP",
         "num_processes": plan.dp,
-        "num_machines": 1,
+        "num_machines": machines,
         "machine_rank": 0,
         "mixed_precision": {"bfloat16": "bf16", "float16": "fp16"}.get(plan.training.param_dtype or "", "no"),
         "fsdp_config": fsdp,
@@ -154,6 +155,8 @@ def to_accelerate(plan: Plan, model: nn.Module) -> Exported:
         "all decisions for single operators: one choice holds for all that is wrapped",
         *_lost_offload(inner, offloads),
     ]
+    if machines > 1:
+        lost.append("machine_rank and main_process_ip: pass them to accelerate launch on each machine")
     if not classes and inner:
         lost.append("all units: the plan has no whole blocks, so that the model is gathered as one")
     if plan.training.reduce_dtype not in (None, plan.training.param_dtype):
@@ -222,7 +225,8 @@ def _lost(plan: Plan, sharding: ShardingPlan) -> tuple[str, ...]:
     cut = sum(decision.slices > 1 for decision in sizes.values())
     if cut:
         lost.append(f"{cut} operators in slices run whole")
-    routed = sum(str(unit.route) != "flat" for unit in sharding.units)
+    routed = [str(unit.route) for unit in sharding.units if unit.route is not Route.FLAT]
     if routed:
-        lost.append(f"{routed} units use the backend's own collectives instead of {sharding.units[0].route}")
+        routes = " and ".join(dict.fromkeys(routed))
+        lost.append(f"{len(routed)} units use the backend's own collectives instead of {routes}")
     return tuple(lost)

@@ -68,6 +68,7 @@ class PlanExplanation:
         links_gain: The same if collectives are twice as fast.
         optimizer_gain: The same if the optimizer's step is.
         units: Its units, in trace order.
+        host_gain: The same if the host issues kernels twice as fast; ``None`` where it holds nothing up.
     """
 
     step_seconds: float
@@ -78,6 +79,7 @@ class PlanExplanation:
     links_gain: float
     optimizer_gain: float
     units: tuple[UnitExplanation, ...]
+    host_gain: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

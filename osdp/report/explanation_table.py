@@ -123,4 +123,4 @@ def memory_table(rows: Iterable[MemoryRow]) -> str:
             kinds = [format_bytes(nbytes) for nbytes in parts]
         fits = "yes" if row.fits else "no"
         cells.append((row.choice, str(row.local_batch), *kinds, format_bytes(row.peak_bytes), fits))
-    return align(cells, right=range(1, len(header)))
+    return align(cells, right=range(1, len(header)), narrow=0)

@@ -22,6 +22,8 @@ _WAY_WIDTH = 13
 _MOST_LINES = 8
 _HEADER = ("modules", "mode", "units", "operators", "bytes", "why")
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+#: Seconds that are no difference.
+NO_TIME = 5e-8
 
 
 def plan_table(plan: Plan) -> str:
@@ -163,11 +165,16 @@ def _reduction(training: Training, sharding: ShardingPlan) -> str:
 def _predicted(plan: Plan, sharding: ShardingPlan) -> list[str]:
     costs = plan.predicted if plan.is_whole else sharding.predicted
     rate = plan.global_batch / costs.step_seconds
+    # One device waits for the host alone, which issues its kernels, and as a CPU for nobody.
+    alone = plan.world_size == 1
+    waited = "waiting for the host" if alone else "communication"
     parts = {
         "compute": costs.compute_seconds,
-        "communication": costs.communication_seconds,
+        waited: costs.communication_seconds,
         "optimizer": costs.optimizer_seconds,
     }
+    if alone and costs.communication_seconds < NO_TIME:
+        del parts[waited]
     share = costs.peak_bytes / plan.memory_limit
     blocks = len(sharding.recomputed)
     again = (

@@ -2,11 +2,13 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from typer.testing import CliRunner
 
 import osdp
@@ -50,6 +52,23 @@ def test_profile_saves_what_it_found(described: Path) -> None:
 def test_an_estimate_says_that_it_is_one(tmp_path: Path) -> None:
     run("profile", "gpt2", "--seq", "16", *SET, "--estimate", "--out", str(tmp_path))
     assert not Profile.load(tmp_path / "profile.json").measured
+
+
+def test_profile_leaves_the_process_group_that_it_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    started = {
+        "TORCHELASTIC_RUN_ID": "here", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1",
+        "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+    }  # fmt: skip
+    for name, value in started.items():
+        monkeypatch.setenv(name, value)
+    run("profile", "gpt2", "--seq", "16", *SET, "--estimate", "--out", str(tmp_path))
+    assert not dist.is_initialized()
+    assert Profile.load(tmp_path / "profile.json").local_batch == 1
 
 
 def test_plan_saves_and_prints_what_show_prints(
@@ -144,6 +163,41 @@ def test_a_configuration_file_is_a_model(tmp_path: Path) -> None:
     assert model.model.layers[0].mlp.up_proj.weight.shape == (48, 32)  # type: ignore[index, union-attr]
     assert all(parameter.is_meta for parameter in model.parameters())
     assert sample["input_ids"].shape == (3, 8)
+
+
+def test_a_published_configuration_is_a_model(tmp_path: Path) -> None:
+    """What transformers has moved or dropped since was refused: every Llama's file has a rope_theta."""
+    path = tmp_path / "config.json"
+    fields = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 32, "vocab_size": 64,
+        "intermediate_size": 48, "num_attention_heads": 2, "num_hidden_layers": 2, "rope_theta": 500000.0,
+        "rope_scaling": None, "temperature": 0.6, "task_specific_params": {}, "use_cache": True,
+        "transformers_version": "4.40.0",
+    }  # fmt: skip
+    path.write_text(json.dumps(fields), encoding="utf8")
+    model, _ = cli_models.build(str(path), {"num_hidden_layers": 3}, batch=1, seq=8)
+    assert len(model.model.layers) == 3  # type: ignore[arg-type, union-attr]
+    assert model.config.rope_parameters["rope_theta"] == 500000.0  # type: ignore[index, union-attr]
+    # A cache is for generation.
+    assert not model.config.use_cache  # type: ignore[union-attr]
+    with pytest.raises(ValueError, match="llama has no configuration field layers"):
+        cli_models.build(str(path), {"layers": 2}, batch=1, seq=8)
+    path.write_text("{}", encoding="utf8")
+    with pytest.raises(ValueError, match=r"config\.json: has no model_type"):
+        cli_models.build(str(path), {}, batch=1, seq=8)
+
+
+def test_a_described_configuration_is_planned_in_stages_anywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder named the file by the path that was typed, which another machine does not have."""
+    fields = {"model_type": "gpt2", "n_layer": 2, "n_embd": 32, "n_head": 2, "vocab_size": 64}
+    (tmp_path / "mine.json").write_text(json.dumps(fields), encoding="utf8")
+    monkeypatch.chdir(tmp_path)
+    run("profile", "mine.json", "--seq", "16", "--memory-limit", "1GiB", "--estimate", "--out", "described")
+    (tmp_path / "mine.json").unlink()
+    run("plan", "described", "--pp", "2", "--out", "plan.json")
+    assert len(Plan.load("plan.json").stages) == 2
 
 
 def test_a_factory_is_found_in_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,13 +1,16 @@
 """Memory and time of a step, told apart, add up to what the judge predicts."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
-from osdp import Plan
+from osdp import HostLink, Plan
 from osdp.explain.memory_by_mode import memory_by_mode
 from osdp.explain.step_memory import memory_timeline
 from osdp.explain.step_time import unit_times
+from osdp.plan.explanation import MemoryMoment, MemoryRow
+from osdp.report.explanation_table import memory_table
 
 PLANS = [("gpt2", 0.45), ("gpt2", 0.7), ("llama", 0.6), ("llama", 1.5)]
 
@@ -60,3 +63,20 @@ def test_memory_by_mode_is_that_of_uniform_plans(planned: Callable[..., Plan]) -
     peaks = {row.choice: row.peak_bytes for row in rows[5:]}
     assert peaks["NO_SHARD"] > peaks["SHARD_OPTIMIZER"] > peaks["FULL_SHARD"] > peaks["least of any plan"]
     assert all(row.fits == (row.peak_bytes <= plan.memory_limit) for row in rows)
+
+
+def test_the_least_memory_says_that_nothing_is_offloaded(planned: Callable[..., Plan]) -> None:
+    """A plan that offloads takes less than "the least of any plan"."""
+    plan = planned()
+    assert plan.basis is not None
+    profiles = tuple(replace(each, host_optimizer=each.optimizer) for each in plan.basis.profiles)
+    beside_host = replace(
+        plan.basis, profiles=profiles, device=replace(plan.basis.device, host=HostLink(1e10, 1e10, 2**36))
+    )
+    assert memory_by_mode(plan.basis)[-1].choice == "least of any plan"
+    least = memory_by_mode(beside_host)[-1]
+    assert least.choice == "least without offloading"
+    # Beside numbers as wide as they get, too.
+    widest = MemoryMoment("forward of h.0", "forward", *[1023 * 2.0**20] * 5)
+    table = memory_table([MemoryRow("FULL_SHARD", 2, 1.0, widest, 1023 * 2**20, True), least])
+    assert max(map(len, table.splitlines())) <= 110

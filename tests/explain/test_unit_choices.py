@@ -155,3 +155,24 @@ def test_a_host_that_issues_too_slowly_is_told(planned: Callable[..., Plan]) -> 
     limits = replace(plan, basis=basis).explain().limits
     assert limits.startswith("the host, which issues kernels: if it were twice as fast")
     assert "waiting for communication and the host" in limits
+
+
+def test_the_page_names_the_host_as_the_explanation_does(planned: Callable[..., Plan]) -> None:
+    """Its first screen said that all of it was communication, and that the optimizer limits the step."""
+    plan = planned(fraction=20.0, slices=(), recompute=False)
+    assert plan.basis is not None
+    assert plan.explain().host_gain is None
+    profiles = tuple(
+        replace(
+            profile,
+            segments=tuple(
+                replace(each, forward=replace(each.forward, host_seconds=0.1)) for each in profile.segments
+            ),
+        )
+        for profile in plan.basis.profiles
+    )
+    basis = replace(plan.basis, profiles=profiles, device=replace(plan.basis.device, blocking=False))
+    slow = what_if(replace(plan, basis=basis), memory_limit=plan.memory_limit)
+    page = html_page(collect(slow, seconds=0.0))
+    assert "<b>the host, which issues kernels</b>if it were twice as fast" in page
+    assert "waiting for communication and the host" in page

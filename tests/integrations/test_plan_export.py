@@ -1,6 +1,7 @@
 """A plan that is written for another library is loaded and trained there, and says what is lost."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
 from benchmarks.support.trainers.problem import Sentences, plain_model
-from osdp import ModelDesc, Plan, Training
+from osdp import ModelDesc, Plan, Training, make_plan
+from osdp.cluster.devices import device_info_of, parse_devices
 from osdp.integrations.plan_export import to_accelerate, to_fully_shard, to_transformers
-from osdp.plan.sharding import Mode
+from osdp.plan.sharding import Mode, Route
 from tests.habits.running.plans import plan_of
 from tests.helpers.distributed import run
 from tests.helpers.plans import ROOT, offload, plan_by_hand
@@ -153,3 +155,21 @@ def test_offloading_and_dtypes_that_are_lost_are_told() -> None:
     assert "it reduces in the dtype of mixed_precision" in " ".join(to_accelerate(apart, whole).lost)
     alike = plan_by_hand(whole, Mode.FULL_SHARD, 2, param_dtype="bfloat16")
     assert "reductions in bfloat16: it reduces in float32" in " ".join(to_transformers(alike).lost)
+
+
+def test_accelerate_is_told_of_several_machines() -> None:
+    """All processes of a plan for two machines were started on the first."""
+    whole = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    desc = ModelDesc.from_module(whole, torch.zeros(2, 8))
+    devices = device_info_of(parse_devices("2 x 4 x A100, 100 Gbit/s"))
+    exported = to_accelerate(make_plan(None, desc, devices), whole)
+    assert (exported.content["num_machines"], exported.content["num_processes"]) == (2, 8)
+    assert "main_process_ip" in " ".join(exported.lost)
+
+
+def test_the_routes_that_are_lost_are_those_of_the_units_that_have_some() -> None:
+    whole = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    plan = plan_by_hand(whole, Mode.FULL_SHARD, 2)
+    first, second = plan.units
+    routed = plan.with_sharding(units=(first, replace(second, route=Route.EXCHANGE)))
+    assert "1 units use the backend's own collectives instead of exchange" in to_fully_shard(routed).lost

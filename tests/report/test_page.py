@@ -157,7 +157,7 @@ def test_what_was_measured_stands_beside(planned: Callable[..., Plan]) -> None:
     measured = MemoryReport(1.1 * seconds, seconds, int(0.9 * peak), None, 0, peak, plan.memory_limit)
     page = html_page(collect(plan, measured))
     assert "+10.0% beside the prediction" in page
-    assert "-10.0%" in page
+    assert "with what was there before the model was wrapped, -10.0% beside the prediction" in page
     assert "measured peak" in page
 
 
@@ -174,6 +174,9 @@ def test_a_pipeline_has_its_schedule(planned: Callable[..., Plan]) -> None:
     page = html_page(report)
     assert ">Schedule</button>" in page
     assert ">Memory</button>" not in page
+    stalled = html_page(replace(report, plan=replace(report.plan, bubble=0.25)))
+    assert "each on the rank where it is longest" in stalled
+    assert "ranks are idle for 25% of it" in stalled
 
 
 def test_a_notebook_shows_a_plan(planned: Callable[..., Plan]) -> None:

@@ -146,3 +146,12 @@ def test_a_comparison_marks_who_exceeds_the_limit_and_only_those() -> None:
     assert [line.split()[0] for line in text.splitlines() if "(!)" in line] == ["DDP", "(!)"]
     assert "(!) exceeds the limit of 100.00 MiB" in text
     assert "(!)" not in comparison_table(rows)
+
+
+def test_one_device_waits_for_the_host_alone() -> None:
+    alone = dataclasses.replace(make_plan(1, {}), dp=1)
+    text = plan_table(alone)
+    assert "compute 300 ms, waiting for the host 150 ms, optimizer 50 ms" in text
+    on_cpu = dataclasses.replace(alone.predicted, communication_seconds=0.0)
+    text = plan_table(dataclasses.replace(alone, predicted=on_cpu))
+    assert "compute 300 ms, optimizer 50 ms" in text

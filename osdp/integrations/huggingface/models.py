@@ -22,7 +22,9 @@ GPT2_SIZES: dict[str, dict[str, int]] = {
 HEAD_LOSS_MODELS = ("gpt2", "gpt_neox", "llama", "mistral", "opt", "qwen2", "qwen3")
 
 
-def language_model(name: str, overrides: Mapping[str, Any] | None = None) -> nn.Module:
+def language_model(
+    name: str, overrides: Mapping[str, Any] | None = None, published: Mapping[str, Any] | None = None
+) -> nn.Module:
     """Make a language model with its parameters on the meta device.
 
     An encoder-decoder if the configuration specifies one, a masked language model for encoders such as BERT,
@@ -31,14 +33,16 @@ def language_model(name: str, overrides: Mapping[str, Any] | None = None) -> nn.
     Args:
         name: One of :data:`GPT2_SIZES`, or a ``model_type`` of transformers such as ``"llama"``.
         overrides: Fields of its configuration, for example ``{"num_hidden_layers": 4}``.
+        published: A configuration that transformers wrote, in any version: it knows what to do with fields
+            that its class no longer has. Its ``use_cache``, which is for generation, does not count.
 
     Raises:
-        ValueError: The model type or a field is unknown.
+        ValueError: The model type, or a field in ``overrides``, is unknown.
     """
     from transformers import AutoModelForMaskedLM, AutoModelForSeq2SeqLM
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
-    config = _config(name, overrides)
+    config = _config(name, overrides, published)
     if config.is_encoder_decoder:
         if getattr(config, "decoder_start_token_id", None) is None:
             # Configurations of released T5 models start targets with padding; the class has no default.
@@ -54,21 +58,24 @@ def causal_lm(name: str, overrides: Mapping[str, Any] | None = None) -> nn.Modul
     return _causal(_config(name, overrides))
 
 
-def _config(name: str, overrides: Mapping[str, Any] | None) -> Any:
+def _config(
+    name: str, overrides: Mapping[str, Any] | None, published: Mapping[str, Any] | None = None
+) -> Any:
     from transformers import CONFIG_MAPPING
 
     model_type = "gpt2" if name in GPT2_SIZES else name
     if model_type not in CONFIG_MAPPING:
         known = ", ".join(GPT2_SIZES)
         raise ValueError(f"unknown model {name!r}; write one of {known}, or a model_type of transformers")
-    fields = {**GPT2_SIZES.get(name, {}), **(overrides or {})}
+    published = published or {}
+    overrides = overrides or {}
+    fields = {**GPT2_SIZES.get(name, {}), **published, **overrides}
     config = CONFIG_MAPPING[model_type]()
-    unknown = sorted(
-        field for field in fields if not hasattr(config, field) and field != "decoder_start_token_id"
-    )
+    kept = {"decoder_start_token_id", *published}
+    unknown = sorted(field for field in fields if not hasattr(config, field) and field not in kept)
     if unknown:
         raise ValueError(f"{model_type} has no configuration field {', '.join(unknown)}")
-    return CONFIG_MAPPING[model_type](**{"use_cache": False, **fields})
+    return CONFIG_MAPPING[model_type](**{**fields, "use_cache": overrides.get("use_cache", False)})
 
 
 def _causal(config: Any) -> nn.Module:
@@ -82,7 +89,8 @@ def _causal(config: Any) -> nn.Module:
 
 def _on_meta(auto: Any, config: Any) -> nn.Module:
     with torch.device("meta"):
-        model: nn.Module = auto.from_config(config)
+        # A published configuration may name a class on the hub, whose code would be run.
+        model: nn.Module = auto.from_config(config, trust_remote_code=False)
     return model
 
 

@@ -26,7 +26,7 @@ KINDS = (
 TIMES = (
     ("forward", "compute, forward", "#009E73"),
     ("backward", "compute, backward", "#56B4E9"),
-    ("communication", "waiting for communication", "#D55E00"),
+    ("communication", "waiting for communication or the host", "#D55E00"),
     ("optimizer", "optimizer", "#0072B2"),
 )
 _HIDDEN = "#999999"

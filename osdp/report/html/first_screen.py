@@ -8,7 +8,7 @@ from osdp.plan.explanation import Alternative, Frontier, PlanExplanation, PlanRe
 from osdp.plan.plan import NOT_MEASURED
 from osdp.plan.sharding import Mode
 from osdp.report.html.document import cards
-from osdp.report.plan_table import compress
+from osdp.report.plan_table import NO_TIME, compress
 from osdp.text import format_bytes, format_seconds
 
 #: What each mode means, for readers who do not know the words, and its colour.
@@ -40,10 +40,6 @@ _BESIDE: dict[str, dict[str, str]] = {
         "SHARD_GRAD_OP": "sharding over all devices, with more traffic between the groups,",
     },
 }
-
-
-#: Seconds that are no difference.
-NO_TIME = 5e-8
 
 
 #: Relative throughput from which a gain is worth a word.
@@ -100,20 +96,26 @@ def _limits(report: PlanReport) -> str:
         return f"<b>memory</b>{format_bytes(over)} more are needed to train at all"
     parts = {
         "compute": predicted.compute_seconds,
-        "waiting for communication": predicted.communication_seconds,
+        f"waiting for {_waits_for(report)}": predicted.communication_seconds,
         "the optimizer": predicted.optimizer_seconds,
     }
-    shares = ", ".join(f"{name} {parts[name] / predicted.step_seconds:.0%}" for name in parts)
+    shown = [name for name in parts if parts[name] > NO_TIME]
+    shares = ", ".join(f"{name} {parts[name] / predicted.step_seconds:.0%}" for name in shown)
     more = _at_most_memory(report)
     memory = "" if more is None else f"; with {more[0]:.3g} times the memory limit: {_gained(more[1])}"
     own = report.explanation
     if own is None:
-        return f"<b>{max(parts, key=lambda name: parts[name])}</b>of a step: {shares}{memory}"
+        # Of stages each is that of another rank, and none has the time in which ranks wait for each other.
+        where = ", each on the rank where it is longest" * (report.plan.pp > 1)
+        idle = f"; ranks are idle for {report.plan.bubble:.0%} of it" * (report.plan.bubble > 0)
+        return f"<b>{max(parts, key=lambda name: parts[name])}</b>of a step{where}: {shares}{idle}{memory}"
     gains = {
         "compute": own.compute_gain,
         "communication": own.links_gain,
         "the optimizer": own.optimizer_gain,
     }
+    if own.host_gain is not None:
+        gains["the host, which issues kernels"] = own.host_gain
     if report.plan.world_size == 1:
         del gains["communication"]
     # What would gain most comes first, memory among it.
@@ -131,6 +133,14 @@ def _limits(report: PlanReport) -> str:
     return f"<b>{first}</b>{told} ({rest}){memory}. Of a step: {shares}{beside}"
 
 
+def _waits_for(report: PlanReport) -> str:
+    """What a step waits for beside compute: the links, the host that issues kernels, or both."""
+    if report.plan.world_size == 1:
+        return "the host"
+    own = report.explanation
+    return "communication and the host" if own is not None and own.host_gain is not None else "communication"
+
+
 def _gained(gain: float) -> str:
     return f"{gain:.1%} more throughput" if gain > _NOTICEABLE / 10 else "no more throughput"
 
@@ -145,7 +155,10 @@ def _measured(report: PlanReport) -> str:
     if measured.peak_bytes is None:
         return told
     over = measured.peak_bytes / predicted.peak_bytes - 1
-    return f"{told}; peak {format_bytes(measured.peak_bytes)}, {over:+.1%}"
+    return (
+        f"{told}; peak {format_bytes(measured.peak_bytes)}, with what was there before the model was "
+        f"wrapped, {over:+.1%} beside the prediction, which is without"
+    )
 
 
 def _shares(report: PlanReport) -> str:
@@ -197,7 +210,8 @@ def _kept_instead(report: PlanReport) -> str:
         return ""
     unit, other = max(keeping, key=lambda each: each[0].nbytes)
     own, reason = report.explanation, ""
-    if abs(other.step_seconds - own.step_seconds) <= NO_TIME and own.links_gain > own.compute_gain:
+    is_of_links = own.links_gain > max(own.compute_gain, own.host_gain or 0.0)
+    if abs(other.step_seconds - own.step_seconds) <= NO_TIME and is_of_links:
         reason = ", since communication is what the step waits for"
     names = escape(_names(unit))
     return f"Why: keeping those of a single block ({names}) {_beside(other, own)}{reason}"

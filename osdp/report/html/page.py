@@ -10,8 +10,8 @@ from osdp.plan.explanation import Frontier, PlanReport, UnitExplanation
 from osdp.plan.plan import Plan
 from osdp.report.html.charts import Chart, frontier_chart, memory_chart, schedule_chart, time_chart
 from osdp.report.html.document import chart, html_document, style, table
-from osdp.report.html.first_screen import MODES, NO_TIME, first_screen
-from osdp.report.plan_table import compress
+from osdp.report.html.first_screen import MODES, first_screen
+from osdp.report.plan_table import NO_TIME, compress
 from osdp.text import format_bytes, format_seconds
 
 _TITLES = {
@@ -179,7 +179,8 @@ def _times(report: PlanReport) -> str:
     repeated = "; one that replicates several layers has a row for each" * (len(set(numbers)) < len(numbers))
     return (
         "<p>Time of each unit in a step: compute and the collectives that it waits for, and below zero those "
-        "that run beside it. What is left of these when compute has ended is waited for in the last row. "
+        "that run beside it. What is left of these when compute has ended, and of the host, which issues "
+        "kernels, is waited for in the last row. "
         f"Units are numbered as among the decisions{repeated}.</p>{chart('time')}{table(heads, rows)}"
     )
 
