@@ -293,8 +293,8 @@ class Refiner:
         self._held_up[waiting_for] += 1
         if self._held_up[waiting_for] == _PATIENCE and is_first():
             logger.warning(
-                "the plan is not refined yet: it is at the beginning of a forward between two steps, and at "
-                "%d of them %s%s",
+                "the plan is not refined yet, which happens when a forward begins between two steps: when %d "
+                "of them began, %s%s",
                 _PATIENCE,
                 waiting_for,
                 ": call model.begin_step() before each step" if waiting_for == _IN_STEP else "",

@@ -4,8 +4,9 @@ Each case runs under all layouts of the parity tests and in slices, against a si
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -82,15 +83,20 @@ def assert_same(got: Gradients, want: Gradients, what: str) -> None:
 # Hooks
 
 
-def trains_in_backward() -> None:
-    """An optimizer for each parameter, stepped by its post-accumulate hook, as LOMO and torchtune do."""
+def weights_after_steps(optimizer_of: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]) -> Gradients:
+    """The weights of a single process after three steps over the batches of all ranks."""
     reference = plain()
-    optimizer = torch.optim.Adam(reference.parameters(), lr=0.01)
+    optimizer = optimizer_of(reference.parameters())
     for step in range(3):
         optimizer.zero_grad()
         mean_loss(reference, lambda net, rank, step=step: loss(net, rank, 10 * step)).backward()
         optimizer.step()
-    want = weights(reference)
+    return weights(reference)
+
+
+def trains_in_backward() -> None:
+    """An optimizer for each parameter, stepped by its post-accumulate hook, as LOMO and torchtune do."""
+    want = weights_after_steps(partial(torch.optim.Adam, lr=0.01))
     for name, net, _ in models():
         trainable = [p for p in net.parameters() if p.requires_grad]
         optimizers = {p: torch.optim.Adam([p], lr=0.01) for p in trainable}
@@ -426,13 +432,7 @@ def weights_are_never_stale() -> None:
 
 def weights_kept_from_a_backward_are_never_stale() -> None:
     """Units that are freed after their forward went on with what the last backward had gathered."""
-    reference = plain()
-    optimizer = torch.optim.SGD(reference.parameters(), lr=0.5)
-    for step in range(3):
-        optimizer.zero_grad()
-        mean_loss(reference, lambda net, rank, step=step: loss(net, rank, 10 * step)).backward()
-        optimizer.step()
-    want = weights(reference)
+    want = weights_after_steps(partial(torch.optim.SGD, lr=0.5))
     for name, net, _ in models():
         optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
         for module in net.modules():

@@ -121,7 +121,7 @@ def _by_batch(one: Affine, two: Affine, local_batch: int) -> Affine:
 
 
 def _run(twin: nn.Module, batch: SampleBatch, modules: Sequence[str], draws: SingleDraws) -> Dataflow:
-    fake = batch.map(lambda t: torch.empty(t.shape, dtype=t.dtype, device="cpu"))
+    fake = batch.without_values()
     recorder = _FlowRecorder(_owners(twin, modules), fake.tensors, list(twin.buffers()))
     handles = [
         handle

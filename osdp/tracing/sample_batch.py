@@ -106,6 +106,12 @@ class SampleBatch:
         """The batch with ``function`` applied to each tensor."""
         return SampleBatch(map_tensors(function, self.args), map_tensors(function, dict(self.kwargs)))
 
+    def without_values(self) -> "SampleBatch":
+        """The batch as empty tensors on the CPU; without memory inside a ``FakeTensorMode``."""
+        return self.map(
+            lambda t: torch.empty(t.shape, dtype=t.dtype, device="cpu", requires_grad=t.requires_grad)
+        )
+
     def resized(self, local_batch: int) -> "SampleBatch":
         """The batch with ``local_batch`` samples: its own, repeated in order or cut.
 

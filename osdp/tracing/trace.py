@@ -230,9 +230,7 @@ def _fake_run(
     draws: SingleDraws,
 ) -> _Trace:
     """Run ``twin`` once inside the current :class:`FakeTensors`."""
-    fake = batch.map(
-        lambda t: torch.empty(t.shape, dtype=t.dtype, device="cpu", requires_grad=t.requires_grad)
-    )
+    fake = batch.without_values()
     named = dict(twin.named_parameters())
     recorder = Recorder(named, [*twin.buffers(), *fake.tensors])
     opaque.start(fake.tensors, batch.tensors, recorder)

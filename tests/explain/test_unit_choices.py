@@ -138,9 +138,8 @@ def test_a_part_of_a_recomputed_block_tells_what_sharding_all_of_it_would_cost(
     assert back.peak_bytes == plan.predicted.peak_bytes
 
 
-def test_a_host_that_issues_too_slowly_is_told(planned: Callable[..., Plan]) -> None:
-    """Of a step that the host holds up, all that was not compute was waiting for communication."""
-    plan = planned(fraction=20.0, slices=(), recompute=False)
+def on_slow_host(plan: Plan) -> Plan:
+    """A plan as of an accelerator whose host takes 0.1 s to issue each segment's forward."""
     assert plan.basis is not None
     profiles = tuple(
         replace(
@@ -152,7 +151,12 @@ def test_a_host_that_issues_too_slowly_is_told(planned: Callable[..., Plan]) -> 
         for profile in plan.basis.profiles
     )
     basis = replace(plan.basis, profiles=profiles, device=replace(plan.basis.device, blocking=False))
-    limits = replace(plan, basis=basis).explain().limits
+    return replace(plan, basis=basis)
+
+
+def test_a_host_that_issues_too_slowly_is_told(planned: Callable[..., Plan]) -> None:
+    """Of a step that the host holds up, all that was not compute was waiting for communication."""
+    limits = on_slow_host(planned(fraction=20.0, slices=(), recompute=False)).explain().limits
     assert limits.startswith("the host, which issues kernels: if it were twice as fast")
     assert "waiting for communication and the host" in limits
 
@@ -160,19 +164,8 @@ def test_a_host_that_issues_too_slowly_is_told(planned: Callable[..., Plan]) -> 
 def test_the_page_names_the_host_as_the_explanation_does(planned: Callable[..., Plan]) -> None:
     """Its first screen said that all of it was communication, and that the optimizer limits the step."""
     plan = planned(fraction=20.0, slices=(), recompute=False)
-    assert plan.basis is not None
     assert plan.explain().host_gain is None
-    profiles = tuple(
-        replace(
-            profile,
-            segments=tuple(
-                replace(each, forward=replace(each.forward, host_seconds=0.1)) for each in profile.segments
-            ),
-        )
-        for profile in plan.basis.profiles
-    )
-    basis = replace(plan.basis, profiles=profiles, device=replace(plan.basis.device, blocking=False))
-    slow = what_if(replace(plan, basis=basis), memory_limit=plan.memory_limit)
+    slow = what_if(on_slow_host(plan), memory_limit=plan.memory_limit)
     page = html_page(collect(slow, seconds=0.0))
     assert "<b>the host, which issues kernels</b>if it were twice as fast" in page
     assert "waiting for communication and the host" in page

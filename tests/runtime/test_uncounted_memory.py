@@ -12,16 +12,8 @@ from osdp import OSDP
 from osdp.plan.sharding import Mode
 from osdp.runtime import uncounted_memory
 from tests.helpers.distributed import run
+from tests.helpers.listening import Listening
 from tests.helpers.plans import plan_by_hand
-
-
-class Told(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.messages: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.messages.append(record.getMessage())
 
 
 def steps(mode: Mode, *, holds_outputs: bool, drops_late: bool, room: int = 0) -> list[str]:
@@ -30,7 +22,7 @@ def steps(mode: Mode, *, holds_outputs: bool, drops_late: bool, room: int = 0) -
     plan = plan_by_hand(net, mode, 2)
     model = OSDP(net, plan=replace(plan, memory_limit=plan.predicted.peak_bytes + room))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    told = Told()
+    told = Listening()
     logger = logging.getLogger(uncounted_memory.__name__)
     logger.addHandler(told)
     try:
@@ -46,7 +38,7 @@ def steps(mode: Mode, *, holds_outputs: bool, drops_late: bool, room: int = 0) -
             optimizer.step()
     finally:
         logger.removeHandler(told)
-    return told.messages
+    return told.told
 
 
 def told_in(mode: Mode, habit: Callable[[OSDP, torch.Tensor], None], microbatches: int = 1) -> list[str]:
@@ -55,14 +47,14 @@ def told_in(mode: Mode, habit: Callable[[OSDP, torch.Tensor], None], microbatche
     plan = plan_by_hand(net, mode, 2)
     training = replace(plan.training, microbatches=microbatches)
     model = OSDP(net, plan=replace(plan, training=training, memory_limit=plan.predicted.peak_bytes))
-    told = Told()
+    told = Listening()
     logger = logging.getLogger(uncounted_memory.__name__)
     logger.addHandler(told)
     try:
         habit(model, torch.ones(16, 4))
     finally:
         logger.removeHandler(told)
-    return told.messages
+    return told.told
 
 
 def accumulates(model: OSDP, x: torch.Tensor) -> None:

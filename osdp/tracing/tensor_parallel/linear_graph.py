@@ -137,7 +137,7 @@ def trace_features(model: nn.Module, batch: SampleBatch) -> FeatureFlow:
     """
     with FakeTensors():
         twin = copy_without_weights(model, on_fake_cpu)
-        fake = batch.map(lambda t: torch.empty(t.shape, dtype=t.dtype, device="cpu"))
+        fake = batch.without_values()
 
         def run(draws: SingleDraws) -> FeatureFlow:
             watcher = _Watcher(twin, fake)

@@ -46,9 +46,7 @@ def describe_rank(
     desc = describe(part, batch, loss_fn=loss_fn, atoms=atoms)
     with FakeTensors(), torch.enable_grad():
         twin = copy_without_weights(part, on_fake_cpu)
-        fake = batch.map(
-            lambda t: torch.empty(t.shape, dtype=t.dtype, device="cpu", requires_grad=t.requires_grad)
-        )
+        fake = batch.without_values()
 
         def run(draws: SingleDraws) -> tuple[list[Interval], _Watcher]:
             log.clear()

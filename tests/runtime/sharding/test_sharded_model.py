@@ -18,6 +18,7 @@ from osdp import OSDP
 from osdp.plan.sharding import Mode
 from osdp.runtime import ShardedModel, apply
 from tests.helpers.distributed import RankError, run
+from tests.helpers.listening import Listening
 from tests.helpers.nets import Net, loss_of, tokens
 from tests.helpers.plans import plan_by_hand
 from tests.test_parity import LAYOUTS, difference, pairs, whole
@@ -423,17 +424,6 @@ def complex_gradients_are_reduced_as_they_are() -> None:
         torch.stack([plain(x[rank]).square().mean() for rank in range(2)]).sum().backward()
         want = {name: p.grad for name, p in plain.named_parameters()}
         assert_same(gradients(net), want, str(mode))
-
-
-class Listening(logging.Handler):
-    """Keeps what is logged."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.told: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.told.append(record.getMessage())
 
 
 def told_of_copies(mode: Mode, noise: float, *, alone: bool) -> list[str]:
