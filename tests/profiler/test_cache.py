@@ -314,8 +314,9 @@ def _two_starts_in_stages(folder: str) -> list[list[str]]:
             calls.counting(collectives, "_measure_single"),
             calls.counting(segments, "profile_batches"),
             calls.counting(optimizer, "profile_optimizer"),
-            calls.counting(axis_links, "measure_stage_link"),
-            calls.counting(axis_links, "measure_slowdowns"),
+            # Not measured: a message that a busy machine has slowed down is not kept.
+            calls.counting(axis_links, "measure_stage_link", LINK),
+            calls.counting(axis_links, "measure_slowdowns", ()),
         ):
             make_plan(_model(), torch.ones(4, 8), "64MiB", pp=2, cache_dir=folder)
         found.append(calls.names)
