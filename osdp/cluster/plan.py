@@ -315,13 +315,16 @@ class ParallelLayout:
     @property
     def in_flight(self) -> tuple[float, ...]:
         """Microbatches whose activations each pipeline rank holds at once, for all of its stages together."""
+        return tuple(self._in_flight(rank) for rank in range(self.degrees.pp))
+
+    def _in_flight(self, rank: int) -> float:
         size = Size(self.degrees.pp, self.microbatches, self.stages_per_rank, self.token_slices)
-        return tuple(self.schedule_kind.in_flight(size, rank) for rank in range(size.num_ranks))
+        return self.schedule_kind.in_flight(size, rank)
 
     @property
     def head_in_flight(self) -> float:
         """Microbatches whose logits the last rank holds; only the last of its stages has logits."""
-        return self.in_flight[-1] if self.stages_per_rank == 1 else 1.0
+        return self._in_flight(self.degrees.pp - 1) if self.stages_per_rank == 1 else 1.0
 
     @property
     def sharding(self) -> str:
@@ -375,6 +378,8 @@ class ClusterPlan(Savable):
         dollars_per_second: Price of all nodes; ``None`` if a price is unknown.
         optimal: Whether the plan is proven optimal in its search space. Where strategies are chosen item by
             item, the space has one choice for each stage, that of :mod:`osdp.cluster.cost.mixed_runs`.
+        gap: Maximum share of what was minimized that any plan of that space saves, where this one is the best
+            that was found and not proven optimal; otherwise 0.
         spread: How far measurements may lie from what is predicted.
         measured_steps: Number of measured steps whose median the seconds are; 0 if they are predicted.
         version: Version of this format.
@@ -390,6 +395,7 @@ class ClusterPlan(Savable):
     runs: tuple[tuple[LayerRun, ...], ...] = ()
     dollars_per_second: float | None = None
     optimal: bool = False
+    gap: float = 0.0
     spread: Spread = PUBLISHED_SPREAD
     measured_steps: int = 0
     version: int = CLUSTER_PLAN_VERSION

@@ -36,10 +36,11 @@ from osdp.cluster.plan import ClusterPlan, ParallelLayout, num_layers
 from osdp.cluster.search.infeasible import check_space, no_plan_error
 from osdp.cluster.search.layouts import SearchResult, best_arrangement, every_layout
 from osdp.cluster.search.measured_times import MeasuredTimes, with_measured
-from osdp.cluster.search.objectives import best_plans, pareto
+from osdp.cluster.search.objectives import Objective, best_plans, pareto
 from osdp.cluster.search.space import LayoutSpace, families
 from osdp.plan.schedules import ONE_STAGE
-from osdp.text import format_bytes, wrapped
+from osdp.search.deadline import Deadline
+from osdp.text import format_bytes, format_seconds, wrapped
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -94,13 +95,7 @@ def plan(request: ClusterRequest, goal: GoalOptions, outputs: OutputFiles) -> No
         tied := ties_text(plans, outputs.measure is None and is_measurable(request, shape))
     ):
         typer.echo(tied)
-    typer.echo(
-        wrapped(
-            f"{found.candidates:,} layouts with {found.placements:,} placements; {found.arranged:,} of them "
-            f"were cut and placed exactly, none{' that is certain to fit' * prices.certain} is better than "
-            "the first row"
-        )
-    )
+    typer.echo(wrapped(_proof(found, goal, certain=prices.certain)))
     if request.certain is None and not prices.certain:
         within = " within these limits" * (min(sought.step_seconds, sought.step_dollars) < math.inf)
         typer.echo(f"no layout{within} is certain to fit: these may run out of memory")
@@ -219,11 +214,34 @@ app.command("measure")(measure_layout)
 
 def _search(times: MeasuredTimes, space: LayoutSpace, goal: GoalOptions) -> SearchResult:
     """The best layouts by corrected times, or the Pareto front."""
+    deadline = Deadline.after(goal.search_seconds)
     if goal.pareto:
-        return pareto(times.prices, space, _progress("parts"))
+        return pareto(times.prices, space, _progress("parts"), deadline=deadline)
     sought, what = goal.goal(), "parts" if goal.parts else "layouts"
-    found = best_plans(times.prices, space, times.wider(sought), _progress(what))
+    found = best_plans(times.prices, space, times.wider(sought), _progress(what), deadline)
     return times.ranked(found, space, sought)
+
+
+def _proof(found: SearchResult, goal: GoalOptions, *, certain: bool) -> str:
+    """What the search has considered, and what it has proven of the plans that it found, as text."""
+    on = f" on {found.parts:,} parts of the cluster" * goal.parts
+    said = (
+        f"{found.candidates:,} layouts with {found.placements:,} placements{on}; {found.arranged:,} of them "
+        "were cut and placed, "
+    )
+    gap, none = found.plans[0].gap, f"none{' that is certain to fit' * certain}"
+    if goal.pareto and gap:
+        none = f"each{' that is certain to fit' * certain}"
+        found_out = f"{none} undercuts some row by at most {gap:.1%}, in time and in cost"
+    elif goal.pareto:
+        found_out = f"{none} undercuts a row in time and in cost"
+    elif gap:
+        what = "cost" if goal.objective == Objective.COST else "time"
+        found_out = f"{none} saves more than {gap:.1%} of the {what} of the first row"
+    else:
+        found_out = f"{none} is better than the first row"
+    limited = f", as far as {format_seconds(goal.search_seconds)} could tell (--search-seconds)" * (gap > 0)
+    return f"{said}{found_out}{limited}"
 
 
 def _require_consistent(request: ClusterRequest, goal: GoalOptions, outputs: OutputFiles) -> None:

@@ -30,6 +30,9 @@ class GoalOptions:
     budget: Annotated[float | None, Option(help="maximum cost of all --steps in dollars")] = None
     deadline: Annotated[str | None, Option(help="maximum time of all --steps, for example 36h")] = None
     steps: Annotated[int | None, Option(help="number of steps of the whole training")] = None
+    search_seconds: Annotated[
+        float, Option(help="time limit of the search, which says what it then leaves unproven")
+    ] = 20.0
     every: Annotated[bool, Option(help="list all layouts, including those that do not fit")] = False
 
     @property
@@ -74,6 +77,8 @@ class GoalOptions:
             raise ValueError(f"{', '.join(low)}: must be at least 1")
         if self.budget is not None and not 0 < self.budget < math.inf:
             raise ValueError(f"--budget {self.budget:g}: must be positive and finite")
+        if not 0 < self.search_seconds < math.inf:
+            raise ValueError(f"--search-seconds {self.search_seconds:g}: must be positive and finite")
         if self.every:
             self._require_whole()
         steps = self.steps or 1

@@ -13,6 +13,7 @@ from osdp.cluster.search.layouts import SearchResult
 from osdp.cluster.search.measured_times import MeasuredTimes
 from osdp.cluster.search.objectives import device_front, few_parts, pareto
 from osdp.cluster.search.space import LayoutSpace
+from osdp.search.deadline import Deadline
 
 #: Parts of the cluster that are searched for a front that was not asked for.
 _MOST_PARTS = 32
@@ -54,13 +55,17 @@ def write_page(
     else:
         some = few_parts(prices, _MOST_PARTS)
         search = device_front if cluster.unpriced else pareto
-        front, parts = search(prices, space, progress("parts of the front"), some).plans, len(some)
+        until = Deadline.after(goal.search_seconds)
+        front = search(prices, space, progress("parts of the front"), some, until).plans
+        parts = len(some)
     report = ClusterReport(
         plan=plan,
         listed=tuple(listed),
         front=tuple(times.front(front, plan)),
         all_parts=parts == whole,
-        alternatives=alternatives(times, space, plan, progress("alternatives")),
+        alternatives=alternatives(
+            times, space, plan, progress("alternatives"), Deadline.after(goal.search_seconds)
+        ),
         cluster=cluster,
         workload=prices.workload,
         goal=goal.words,

@@ -382,6 +382,8 @@ class ClusterPrices:
         With several kinds of devices, the largest bytes count (and the smallest saving by recomputation).
         """
         work, case = self.work(item, layout), self._case(item, layout)
+        if not self._profiles and not self.traced:
+            return work
         found = []
         for gpu in hardware.gpus:
             profile = self._profiles.get(gpu.name)

@@ -36,6 +36,7 @@ def breakdown(plan: ClusterPlan, cluster: Cluster, shape: TransformerShape) -> s
     dollars = plan.dollars_per_step
     price = "" if dollars is None else f", {format_dollars(dollars)} a step"
     proof = "; proven best in its space" if plan.optimal else ""
+    proof = f"; proven to within {plan.gap:.1%} of the best in its space" if plan.gap else proof
     measured = f", measured on {plan.measured_steps} steps" * (plan.measured_steps > 0)
     rows = [("", "time", "share", "")]
     rows += [

@@ -14,6 +14,7 @@ from osdp.cluster.search.layouts import best_layouts
 from osdp.cluster.search.measured_times import MeasuredTimes
 from osdp.cluster.search.objectives import PlannerGoal
 from osdp.cluster.search.space import LayoutSpace, families
+from osdp.search.deadline import NO_DEADLINE, Deadline
 
 
 def alternatives(
@@ -21,6 +22,7 @@ def alternatives(
     space: LayoutSpace,
     plan: ClusterPlan,
     advance: Callable[[int, int], None] | None = None,
+    deadline: Deadline = NO_DEADLINE,
 ) -> tuple[ClusterAlternative, ...]:
     """The best layout for each decision of ``plan`` that is decided otherwise, where that is possible.
 
@@ -29,6 +31,7 @@ def alternatives(
         space: Choices that were allowed.
         plan: The plan.
         advance: Progress callback, called with the number of decisions done and of all.
+        deadline: When the searches end, if each has found a layout.
     """
     counts, layout, prices = nodes_of(plan.slots), plan.layout, times.prices
     goal = PlannerGoal()
@@ -68,7 +71,8 @@ def alternatives(
     spaces = {name: other for name, other in spaces.items() if getattr(other, name)}
     found = []
     for done, (name, other) in enumerate(spaces.items(), start=1):
-        result = best_layouts(prices, other, counts=counts, top=times.wider(goal).top)
+        until = deadline.share(len(spaces) - done + 1)
+        result = best_layouts(prices, other, counts=counts, top=times.wider(goal).top, deadline=until)
         result = times.ranked(result, other, goal, counts)
         if result.candidates:
             found.append(ClusterAlternative(name, result.plans[0] if result.plans else None))

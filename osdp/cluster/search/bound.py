@@ -5,10 +5,12 @@ over all stages, and of the longest end.
 
 The slowest stage takes at least the minimum time within which all stages together could hold all layers: each
 stage holds a whole number of layers, and no more than fit in memory with the microbatches that its pipeline
-rank has in flight. The sum over all stages is at least that of every item on the slot that is fastest for it.
-The end of the step takes at least as long as for an even share of the parameters, and for either end of the
-chain; where cells or strategies may suit experts and the rest differently, as long as for an even share of
-each of these alone.
+rank has in flight. The loose bound counts by pipeline rank and by kind of cell apart; the tight one finds the
+order of the cells that holds the most (:mod:`osdp.cluster.search.cell_orders`). The sum over all stages is at
+least that of every item on the slot that is fastest for it, as far as the slots hold so many layers within
+the slowest stage's time. The end of the step takes at least as long as for an even share of the parameters,
+and for either end of the chain; where cells or strategies may suit experts and the rest differently, as long
+as for an even share of each of these alone.
 
 Where strategies are chosen item by item, layers are relaxed to fractions of layers with any mixture of
 strategies: a point on the lower convex hull of bytes and seconds over all strategies.
@@ -17,6 +19,7 @@ strategies: a point on the lower convex hull of bytes and seconds over all strat
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +31,7 @@ from osdp.cluster.cost.mixed_runs import lower_hull
 from osdp.cluster.cost.stage import ClusterPrices
 from osdp.cluster.cost.step import ROUNDING, border_seconds, hidden_sends, step_formula, wrap_seconds
 from osdp.cluster.plan import ParallelLayout
+from osdp.cluster.search.cell_orders import most_held
 from osdp.cluster.search.space import Family, SlotGroups
 from osdp.cluster.transformer import LAYERS, Item
 
@@ -35,7 +39,7 @@ Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class _Place:
+class Place:
     """One kind of cell.
 
     Attributes:
@@ -58,7 +62,7 @@ class _Place:
         """Seconds of an item with its fastest strategy."""
         return min(items[item].seconds for items in self.priced)
 
-    @property
+    @cached_property
     def layer(self) -> float:
         """Seconds of the fastest kind of layer with its fastest strategy."""
         return min(self.least(item) for item in LAYERS if item in self.priced[0])
@@ -69,31 +73,83 @@ class _Place:
         return ends + (self.least(Item.HEAD) if rank == last else 0.0)
 
 
-def lower_bound(prices: ClusterPrices, layout: ParallelLayout, cells: SlotGroups) -> float:
-    """Lower bound on the step seconds of any arrangement of the layout; infinite if none fits."""
-    places = _places(prices, layout, cells)
-    hardware_by_slot = {slot: place.hardware for slot, place in zip(cells.slots, places, strict=True)}
+def lower_bound(
+    prices: ClusterPrices, layout: ParallelLayout, cells: SlotGroups, *, tight: bool = False
+) -> float:
+    """Lower bound on the step seconds of any arrangement of the layout; infinite if none fits.
+
+    Args:
+        prices: Costs of the workload on the cluster.
+        layout: The layout.
+        cells: Slots for its stages, all of which are used.
+        tight: Whether the cells have to hold the layers in one order. It takes a time that grows with
+            :attr:`osdp.cluster.search.space.SlotGroups.num_multisets`.
+    """
+    places = places_of(prices, layout, cells)
     held = np.array(layout.in_flight)
     layers = sum(item in LAYERS for item in prices.items)
-    if layout.by_item:
-        slowest = _slowest_mixed(prices, places, held, layers)
-    else:
-        slowest = _slowest(places, [_max_layers(prices, place, held) for place in places], layers, len(held))
-    if math.isinf(slowest):
+    ends = len(prices.items) - layers
+    room = (mixed_room if layout.by_item else _uniform_room)(prices, places, held, layers)
+    # 1. The slowest stage.
+    stages = np.array([place.stages for place in places])
+    first = _first(room, lambda possible: _hold(possible, stages, layers, ends), 0)
+    if tight:
+        first = _first(room, lambda possible: most_held(possible, cells) >= layers, first)
+    if first == len(room.times):
         return math.inf
-    # The sum over stages: every item on its fastest slot, every boundary over the fastest link.
+    # 2. The sum over stages: every item on its fastest slot, every boundary over the fastest link. Some stage
+    #    has at least each of the parts that end a step, in a cell of some kind.
     best = {item: min(place.least(item) for place in places) for item in prices.kinds}
-    total = sum(best[item] for item in prices.items)
-    total += (layout.degrees.pp - 1) * min(place.border for place in places) + places[0].wrap
-    # Some stage has at least each of these parts, in a cell of some kind.
+    borders = (layout.degrees.pp - 1) * min(place.border for place in places) + places[0].wrap
+    fastest = borders + sum(best[item] for item in prices.items)
+    others = borders + sum(best[item] for item in prices.items if item not in LAYERS)
     alone = len(places) == 1 and not layout.by_item
     end = float(np.min([_ends(prices, place, alone=alone) for place in places], axis=0).max())
-    bound = step_formula(prices, layout, hardware_by_slot).seconds(slowest, max(total, slowest), end)
+    # 3. A slower pace lets faster slots hold more of the layers.
+    hardware_by_slot = {slot: place.hardware for slot, place in zip(cells.slots, places, strict=True)}
+    formula = step_formula(prices, layout, hardware_by_slot)
+    bound = math.inf
+    for pace in room.times[first:].tolist():
+        if formula.seconds(pace, max(fastest, pace), end) >= bound:
+            break
+        total = others + _least_sum(places, room.possible(pace), layers, ends)
+        bound = min(bound, formula.seconds(pace, max(fastest, total, pace), end))
     # Lowered, so that rounding never puts it above the seconds that it bounds.
     return bound * (1 - ROUNDING)
 
 
-def _places(prices: ClusterPrices, layout: ParallelLayout, cells: SlotGroups) -> list[_Place]:
+def _first(room: "_Room", holds: Callable[[Floats], bool], start: int) -> int:
+    """Index of the first time, from ``start``, at which all layers are held; their number if none is enough.
+
+    ``holds`` is monotonic in the time, and takes what is possible within it.
+    """
+    low, high = start, len(room.times)
+    while low < high:
+        middle = (low + high) // 2
+        if holds(room.possible(float(room.times[middle]))):
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+def _least_sum(places: Sequence[Place], possible: Floats, layers: int, ends: int) -> float:
+    """Minimum seconds of all layers together where each kind of cell holds no more than ``possible``.
+
+    Every stage has an item, and no more than ``ends`` of them have no layer.
+    """
+    each = [max(place.stages - ends, 0) for place in places]
+    seconds = sum(number * place.layer for number, place in zip(each, places, strict=True))
+    left = float(layers - sum(each))
+    held = possible.max(axis=1).tolist()
+    for place, least, most in sorted(zip(places, each, held, strict=True), key=lambda one: one[0].layer):
+        number = min(left, max(most * place.stages - least, 0.0))
+        seconds, left = seconds + number * place.layer, left - number
+    return seconds
+
+
+def places_of(prices: ClusterPrices, layout: ParallelLayout, cells: SlotGroups) -> list[Place]:
+    """The kinds of cells, priced for all strategies that a layout allows."""
     hardware_by_slot = {slot: prices.hardware(layout, slot) for slot in cells.slots}
     crossing = float(prices.border_bytes(layout)[1:-1].min())
     wrap = wrap_seconds(prices, layout, hardware_by_slot)
@@ -115,7 +171,7 @@ def _places(prices: ClusterPrices, layout: ParallelLayout, cells: SlotGroups) ->
         priced = tuple(prices.item_prices(uniform, slot) for uniform in layouts)
         # Compute may hide so much of them.
         least = (shown * seconds for seconds in (min(borders), wrap))
-        places.append(_Place(hardware, layouts, priced, count * stages, *least))
+        places.append(Place(hardware, layouts, priced, count * stages, *least))
     return places
 
 
@@ -142,7 +198,7 @@ def family_bound(prices: ClusterPrices, family: Family) -> float:
     return formula.seconds(slowest, max(total, slowest), 0.0) * (1 - ROUNDING)
 
 
-def _free_bytes(prices: ClusterPrices, place: _Place, strategy: int, held: Floats) -> Floats:
+def _free_bytes(prices: ClusterPrices, place: Place, strategy: int, held: Floats) -> Floats:
     """Maximum bytes left for layers at each pipeline rank with one strategy for all items; ``(pp,)``.
 
     Buffers of transfers between stages and of the optimizer step are left out, so that this is an upper
@@ -160,7 +216,7 @@ def _free_bytes(prices: ClusterPrices, place: _Place, strategy: int, held: Float
     return free
 
 
-def _layer_bytes(prices: ClusterPrices, place: _Place, strategy: int, held: Floats) -> Floats:
+def _layer_bytes(prices: ClusterPrices, place: Place, strategy: int, held: Floats) -> Floats:
     """Minimum bytes of a layer at each pipeline rank with one strategy; shape ``(pp,)``."""
     layout, items = place.layouts[strategy], place.priced[strategy]
     layers = [items[item] for item in LAYERS if item in items]
@@ -175,14 +231,28 @@ def _numbers_of(item: ItemPrices) -> tuple[Floats, Floats]:
     return np.array(float(item.parameters)), np.array(float(item.undivided))
 
 
-def _max_layers(prices: ClusterPrices, place: _Place, held: Floats) -> Floats:
+def _max_layers(prices: ClusterPrices, place: Place, held: Floats) -> Floats:
     """Maximum number of layers that fit at each pipeline rank; shape ``(pp,)``."""
     room: Floats = np.floor(_free_bytes(prices, place, 0, held) / _layer_bytes(prices, place, 0, held))
     return room
 
 
-def _slowest_mixed(prices: ClusterPrices, places: Sequence[_Place], held: Floats, layers: int) -> float:
-    """:func:`_slowest` for layouts whose strategies are chosen item by item.
+@dataclass(frozen=True)
+class _Room:
+    """How many layers stages hold within a time.
+
+    Attributes:
+        times: All times at which a stage may hold one layer more, ascending.
+        possible: Function from one of these to the maximum number of layers of a stage at each pipeline rank
+            in each kind of cell, shape ``(kinds, pp)``; negative where not even the ends of the chain fit.
+    """
+
+    times: Floats
+    possible: Callable[[float], Floats]
+
+
+def mixed_room(prices: ClusterPrices, places: Sequence[Place], held: Floats, layers: int) -> _Room:
+    """Room for layers whose strategies are chosen item by item.
 
     Args:
         prices: Costs of the workload on the cluster.
@@ -190,8 +260,8 @@ def _slowest_mixed(prices: ClusterPrices, places: Sequence[_Place], held: Floats
         held: Microbatches in flight by pipeline rank, shape ``(pp,)``.
         layers: Number of layers.
     """
-    # 1. tables[p, r, n]: minimum seconds of a stage with n layers in a cell of kind p at pipeline rank r. The
-    #    memory left for n layers allows each of them a share, at which the hull gives the minimum seconds.
+    # tables[p, r, n]: minimum seconds of a stage with n layers in a cell of kind p at pipeline rank r. The
+    # memory left for n layers allows each of them a share, at which the hull gives the minimum seconds.
     last, numbers = len(held) - 1, np.arange(1, layers + 1)
     tables = np.full((len(places), len(held), layers + 1), math.inf)
     for place, table in zip(places, tables, strict=True):
@@ -212,90 +282,61 @@ def _slowest_mixed(prices: ClusterPrices, places: Sequence[_Place], held: Floats
             extra = place.extra(rank, last)
             table[rank, 1:] = extra + numbers * seconds
             table[rank, 0] = extra if free[rank] >= 0 else math.inf
-    # 2. The smallest entry at which all stages together hold all layers. Seconds grow with n, so that the
-    #    number of entries up to a pace, less the one of n = 0, is the largest n within it.
-    stages = np.array([place.stages for place in places])
+    # Seconds grow with n, so that the number of entries up to a pace, less the one of n = 0, is the largest n
+    # within it.
 
-    def holds(pace: float) -> bool:
-        possible = (tables <= pace).sum(axis=2) - 1
-        return _hold(possible, possible, stages, layers)
+    def possible(pace: float) -> Floats:
+        within: Floats = (tables <= pace).sum(axis=2) - 1.0
+        return within
 
-    return _least(np.unique(tables[np.isfinite(tables)]), holds)
+    return _Room(np.unique(tables[np.isfinite(tables)]), possible)
 
 
-def _slowest(places: Sequence[_Place], rooms: Sequence[Floats], layers: int, pp: int) -> float:
-    """Minimum time of the slowest stage with which all stages together hold all layers.
-
-    Args:
-        places: The kinds of cells.
-        rooms: Maximum number of layers by pipeline rank for each kind, shape ``(pp,)`` each.
-        layers: Number of layers.
-        pp: Number of stages.
-
-    Returns:
-        Seconds per microbatch; infinite if the layers do not fit.
-    """
-    room = np.array(rooms)  # (kinds, pp)
-    if room.max(axis=0).sum() < layers:
-        return math.inf
-    if pp == 1:
-        (place,) = places
-        return place.extra(0, 0) + layers * place.layer
-    if room.max(axis=0).min() < 0:
-        # Negative room: no slot can hold even the end of the chain at that pipeline rank.
-        return math.inf
+def _uniform_room(prices: ClusterPrices, places: Sequence[Place], held: Floats, layers: int) -> _Room:
+    """Room for layers with one strategy; arguments as for :func:`mixed_room`."""
+    pp = len(held)
+    fitting = np.array([_max_layers(prices, place, held) for place in places])  # (kinds, pp)
     # 1. Seconds of each stage without layers, (kinds, pp): the first, any middle and the last rank differ.
     extra = np.array([[place.extra(rank, pp - 1) for rank in (0, 1, pp - 1)] for place in places])
     positions = np.ones(pp, dtype=int)
     positions[0], positions[-1] = 0, 2
     extra = extra[:, positions]
     each = np.array([place.layer for place in places])[:, None]
-    stages = np.array([place.stages for place in places])
-    # 2. The bound is the time of some stage with a whole number of layers: bisect over all such times.
+    # 2. Those of each with any number of layers.
     numbers = np.arange(layers + 1)
     found = [extra[:, rank, None] + each * numbers for rank in {0, pp - 1, min(1, pp - 1)}]
-    times = np.unique(np.concatenate([found_at.ravel() for found_at in found]))
 
-    def holds(pace: float) -> bool:
+    def possible(pace: float) -> Floats:
         # Lean towards one layer too many: rounding down would make the bound too high.
-        fitting = np.floor((pace - extra) / each * (1 + ROUNDING) + ROUNDING)
-        return _hold(np.minimum(fitting, room), fitting, stages, layers)
+        within = np.floor((pace - extra) / each * (1 + ROUNDING) + ROUNDING)
+        most: Floats = np.minimum(within, fitting)
+        return most
 
-    return _least(times, holds)
+    return _Room(np.unique(np.concatenate([times.ravel() for times in found])), possible)
 
 
-def _hold(possible: Floats, by_place: Floats, stages: Floats, layers: int) -> bool:
+def _hold(possible: Floats, stages: NDArray[np.int64], layers: int, ends: int) -> bool:
     """Whether all layers can be held, counted by pipeline rank and by kind of cell.
 
     Both counts are necessary conditions: each pipeline rank is in one cell, and each kind has a fixed number
-    of stages.
+    of stages, all of which but the ends of the chain have a layer.
 
     Args:
         possible: Maximum layers of a stage within memory and time, shape ``(kinds, pp)``.
-        by_place: Maximum layers to count per kind, shape ``(kinds, pp)``.
         stages: Number of stages of each kind, shape ``(kinds,)``.
         layers: Number of layers to hold.
+        ends: Number of items that are no layers.
     """
     by_rank = possible.max(axis=0)
     if by_rank.min() < 0:
         return False
-    most = np.maximum(by_place.max(axis=1), 0)
+    most = np.maximum(possible.max(axis=1), 0)
+    if (most[stages > ends] < 1).any():
+        return False
     return bool(by_rank.sum() >= layers and (most * stages).sum() >= layers)
 
 
-def _least(times: Floats, holds: Callable[[float], bool]) -> float:
-    """Minimum of ascending times for which a monotonic predicate holds; infinite if there is none."""
-    low, high = 0, len(times)
-    while low < high:
-        middle = (low + high) // 2
-        if holds(float(times[middle])):
-            high = middle
-        else:
-            low = middle + 1
-    return float(times[low]) if low < len(times) else math.inf
-
-
-def _ends(prices: ClusterPrices, place: _Place, *, alone: bool) -> Floats:
+def _ends(prices: ClusterPrices, place: Place, *, alone: bool) -> Floats:
     """Minimum seconds after the last microbatch for parts that some stage has at least, in such a cell.
 
     The parts are either end of the chain, and an even share of the parameters. Where other cells or
@@ -310,18 +351,12 @@ def _ends(prices: ClusterPrices, place: _Place, *, alone: bool) -> Floats:
     Returns:
         Seconds for each part; shape ``(3,)`` or ``(4,)``.
     """
-    items, layout, shape = place.priced[0], place.layouts[0], prices.workload.shape
-    total = np.sum([_numbers_of(items[item]) for item in prices.items], axis=0)  # (2,)
-    # One stage stores a tied weight once. With several stages, the head keeps its own copy, because it is in
-    # the last stage and the embedding in the first.
-    shared = shape.tied_copies - (shape.tied and layout.degrees.pp > 1)
-    total -= shared * prices.tied_numbers(layout)
+    items, layout = place.priced[0], place.layouts[0]
     # The end is linear in both counts, so that it is on average at most what it is at worst.
-    mean = total / layout.degrees.pp
+    mean = stored_numbers(prices, place) / layout.degrees.pp
     shares = [mean]
     if layout.ep > 1 and not alone:
-        experts = (mean[1] - mean[0]) / (layout.ep - 1)
-        rest = mean[0] - experts
+        rest, experts = split_numbers(mean, layout.ep)
         shares = [np.array([rest, rest]), np.array([experts, layout.ep * experts])]
     ends = _numbers_of(items[Item.EMBEDDING]), _numbers_of(items[Item.HEAD])
     parameters, undivided = np.array([*shares, *ends]).T
@@ -334,3 +369,19 @@ def _ends(prices: ClusterPrices, place: _Place, *, alone: bool) -> Floats:
         axis=0,
     )
     return found
+
+
+def stored_numbers(prices: ClusterPrices, place: Place) -> Floats:
+    """Parameters of all stages together on one rank of each, and the same with all experts; ``(2,)``."""
+    items, layout, shape = place.priced[0], place.layouts[0], prices.workload.shape
+    total: Floats = np.sum([_numbers_of(items[item]) for item in prices.items], axis=0)
+    # One stage stores a tied weight once. With several stages, the head keeps its own copy, because it is in
+    # the last stage and the embedding in the first.
+    shared = shape.tied_copies - (shape.tied and layout.degrees.pp > 1)
+    return total - shared * prices.tied_numbers(layout)
+
+
+def split_numbers(numbers: Floats, ep: int) -> tuple[float, float]:
+    """Of these two counts, with ``ep`` > 1, the parameters of no experts and those of a rank's experts."""
+    experts = float(numbers[1] - numbers[0]) / (ep - 1)
+    return float(numbers[0]) - experts, experts

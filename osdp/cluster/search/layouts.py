@@ -1,11 +1,12 @@
 """Best layouts of a transformer on a cluster, proven optimal: branch and bound over the space of layouts.
 
-1. Each family of layouts gets a loose lower bound, and each layout of a promising family a tight one
-   (:mod:`osdp.cluster.search.bound`).
+1. Each family of layouts gets a loose lower bound, each layout of a promising family a better one, and each
+   promising layout on several kinds of nodes a tight one (:mod:`osdp.cluster.search.bound`).
 2. In the order of these bounds, layouts are arranged exactly: cut into stages and placed on the cluster
    (:mod:`osdp.cluster.search.placement`).
 3. The search ends when the next bound is no better than the worst of the ``top`` layouts found: no remaining
-   layout can be better, which is the proof.
+   layout can be better, which is the proof. Where nodes are of so many kinds that not every order of them is
+   searched, the tight bounds of the layouts tell how much better another order might be.
 
 A schedule that is no better than another allowed one (GPipe, than 1F1B) is skipped. A layout whose
 strategies are chosen item by item is arranged with the stages that :mod:`osdp.cluster.cost.mixed_runs` makes
@@ -34,8 +35,9 @@ from osdp.cluster.cost.step import (
 )
 from osdp.cluster.plan import ClusterPlan, ParallelLayout, StageSlot
 from osdp.cluster.search.bound import family_bound, lower_bound
-from osdp.cluster.search.placement import PlacementProblem, SlotGroup, place
+from osdp.cluster.search.placement import PlacementProblem, SlotGroup, in_any_order, place
 from osdp.cluster.search.space import Family, LayoutSpace, SlotGroups, families
+from osdp.search.deadline import NO_DEADLINE, Deadline
 
 Floats = NDArray[np.float64]
 
@@ -48,13 +50,18 @@ class SearchResult:
         plans: The best layouts that fit, best first; each with its best stages and placement.
         candidates: Number of layouts in the space.
         placements: Number of layouts times the distinct orders of their cells.
-        arranged: Number of layouts arranged exactly; all others are proven not to be better.
+        arranged: Number of layouts that were cut and placed; all others are proven not to be better.
+        unproven: What no layout is below that the search has left open, in seconds, or in dollars where these
+            are minimized; infinite if it has left none open.
+        parts: Number of parts of the cluster that were searched.
     """
 
     plans: tuple[ClusterPlan, ...]
     candidates: int
     placements: int
     arranged: int
+    unproven: float = math.inf
+    parts: int = 1
 
 
 def best_layouts(
@@ -64,9 +71,10 @@ def best_layouts(
     counts: Sequence[int] | None = None,
     top: int = 1,
     upper: float = math.inf,
+    deadline: Deadline = NO_DEADLINE,
     advance: Callable[[int, int], None] | None = None,
 ) -> SearchResult:
-    """The ``top`` best layouts that fit; the first is proven best.
+    """The ``top`` best layouts that fit; the first is proven best, or to be within a gap of it.
 
     Args:
         prices: Costs of the workload on the cluster.
@@ -74,6 +82,7 @@ def best_layouts(
         counts: Number of nodes of each kind, all of which are used; those of the cluster if ``None``.
         top: Number of layouts to return.
         upper: Step seconds; layouts that are not faster are of no interest.
+        deadline: When the search ends, if a layout is known, by this search or by ``upper``.
         advance: Progress callback, called with the number of layouts done and of all layouts to do so far.
 
     Returns:
@@ -81,16 +90,20 @@ def best_layouts(
     """
     counts = prices.cluster.counts if counts is None else counts
     known = list(families(prices.cluster, counts, prices.workload, space))
-    # Entries (bound, family, layout in the family), by bound; layout -1 stands for the whole family. At equal
-    # bounds the order of enumeration decides, so that the same input gives the same plan.
-    heap = [(family_bound(prices, family), index, -1) for index, family in enumerate(known)]
+    # Entries (bound, family, layout in the family, whether the bound is tight), by bound; layout -1 stands
+    # for the whole family. At equal bounds the order of enumeration decides, so that the same input gives the
+    # same plan.
+    heap = [(family_bound(prices, family), index, -1, False) for index, family in enumerate(known)]
     heapify(heap)
     best: list[tuple[float, int, int, ClusterPlan]] = []
-    arranged = 0
+    arranged, unproven = 0, math.inf
     while heap:
-        bound, index, number = heappop(heap)
+        bound, index, number, is_tight = heappop(heap)
         ceiling = min(upper, best[-1][0]) if len(best) == top else upper
         if bound >= ceiling or math.isinf(bound):
+            break
+        if deadline.is_over and (best or upper < math.inf):
+            unproven = min(unproven, bound)
             break
         family = known[index]
         if number < 0:
@@ -98,21 +111,40 @@ def best_layouts(
             there = {layout.schedule for layout in family.layouts}
             for number, layout in enumerate(family.layouts):
                 if layout.schedule_kind.no_better_than not in there:
-                    heappush(heap, (lower_bound(prices, layout, family.cells), index, number))
+                    heappush(heap, (lower_bound(prices, layout, family.cells), index, number, False))
             continue
         layout = family.layouts[number]
+        if not is_tight and len(family.cells.counts) > 1:
+            heappush(heap, (lower_bound(prices, layout, family.cells, tight=True), index, number, True))
+            continue
         plan = arrange(prices, layout, family.cells, upper=ceiling)
         arranged += 1
+        if not in_any_order(family.cells.counts):
+            unproven = min(unproven, bound)
         if plan is not None and not _is_listed(plan, layout, family):
             insort(best, (plan.step_seconds, index, number, plan), key=lambda entry: entry[:3])
             del best[top:]
         if advance is not None:
             advance(arranged, arranged + len(heap))
     return SearchResult(
-        plans=tuple(replace(plan, optimal=not rank) for rank, (*_, plan) in enumerate(best)),
+        plans=with_proof([plan for *_, plan in best], gap_of(unproven, best[0][0]) if best else 0.0),
+        unproven=unproven,
         candidates=sum(len(family.layouts) for family in known),
         placements=sum(len(family.layouts) * family.cells.num_orders for family in known),
         arranged=arranged,
+    )
+
+
+def gap_of(unproven: float, found: float) -> float:
+    """Share of what was found that it exceeds the least which is left open; 0 if it does not."""
+    return max(0.0, 1 - unproven / found)
+
+
+def with_proof(plans: Sequence[ClusterPlan], gap: float) -> tuple[ClusterPlan, ...]:
+    """Plans of a search, best first, the first of which is within ``gap`` of the best in its space."""
+    return tuple(
+        replace(plan, optimal=not rank and not gap, gap=0.0 if rank else gap)
+        for rank, plan in enumerate(plans)
     )
 
 

@@ -25,7 +25,7 @@ from osdp.cluster.cost.stage import ClusterPrices
 from osdp.cluster.cost.step import nodes_of, price
 from osdp.cluster.measured_layout import MeasuredLayout, kinds_of
 from osdp.cluster.plan import CLUSTER_SCHEDULES, ClusterPlan, ParallelLayout
-from osdp.cluster.search.layouts import SearchResult
+from osdp.cluster.search.layouts import SearchResult, gap_of, with_proof
 from osdp.cluster.search.objectives import PlannerGoal, pareto_front, value_of
 from osdp.cluster.search.space import LayoutSpace, families
 from osdp.cluster.spread import Spread
@@ -215,9 +215,8 @@ class MeasuredTimes:
             (plan for plan in corrected if _reaches(plan, goal)), key=lambda plan: value_of(plan, goal)
         )
         listed = with_measured(kept, goal.top)
-        return replace(
-            found, plans=tuple(replace(plan, optimal=not rank) for rank, plan in enumerate(listed))
-        )
+        gap = gap_of(found.unproven * self.factor, value_of(listed[0], goal)) if listed else 0.0
+        return replace(found, plans=with_proof(listed, gap))
 
     def front(self, plans: Sequence[ClusterPlan], best: ClusterPlan) -> list[ClusterPlan]:
         """A front of predicted times and costs by corrected times; by devices where prices are unknown.

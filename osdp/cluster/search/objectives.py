@@ -2,7 +2,9 @@
 
 On a part of the cluster that costs *r* dollars per second, a step of *t* seconds costs *r t*. The fastest
 layout on a part is therefore also the cheapest on it, and the best layouts of every part are enough for all
-objectives. A part whose lower bounds show that it cannot improve on the best known plans is abandoned early.
+objectives. Parts are searched in the order of their lower bounds (:mod:`osdp.cluster.search.part_bounds`),
+until no other can improve on the plans that are known, or a deadline has passed: the bounds then tell by how
+much another layout might.
 """
 
 import math
@@ -11,11 +13,24 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import product
 
+import numpy as np
+from numpy.typing import NDArray
+
 from osdp.cluster.cost.stage import ClusterPrices
 from osdp.cluster.cost.step import ROUNDING
 from osdp.cluster.plan import ClusterPlan
-from osdp.cluster.search.layouts import SearchResult, best_layouts
+from osdp.cluster.search.layouts import SearchResult, best_layouts, gap_of, with_proof
+from osdp.cluster.search.part_bounds import bound_parts
 from osdp.cluster.search.space import LayoutSpace
+from osdp.search.deadline import NO_DEADLINE, Deadline
+
+Floats = NDArray[np.float64]
+
+#: Parts from which on good layouts are sought before the best ones.
+_MANY_PARTS = 64
+#: Parts that are first searched for them, at most, and the step from each to the next, as a share of all that
+#: are left, ordered by their bounds: the golden ratio spreads any number of them evenly.
+_PROBES, _GOLDEN = 32, (5**0.5 - 1) / 2
 
 
 class Objective(StrEnum):
@@ -49,11 +64,57 @@ class PlannerGoal:
         return self.objective is Objective.COST or self.step_dollars < math.inf
 
 
+@dataclass(frozen=True, slots=True)
+class _Costs:
+    """What a step costs on each part: dollars, devices, or the seconds themselves.
+
+    Attributes:
+        fixed: Costs of any step, shape ``(parts,)``.
+        rates: Costs of a second, shape ``(parts,)``.
+    """
+
+    fixed: Floats
+    rates: Floats
+
+    def of(self, seconds: Floats) -> Floats:
+        """Costs of a step on each part; infinite where the seconds are."""
+        known = np.isfinite(seconds)
+        return np.where(known, self.fixed + self.rates * np.where(known, seconds, 0.0), math.inf)
+
+    def seconds(self, part: int, cost: float) -> float:
+        """Seconds in which a step on a part costs so much; infinite if it always costs less."""
+        rate, left = float(self.rates[part]), cost - float(self.fixed[part])
+        if rate:
+            return left / rate
+        return math.inf if left > 0 else 0.0
+
+
+class _Counted:
+    """What the searches of parts have considered together."""
+
+    def __init__(self) -> None:
+        self._layouts: dict[int, tuple[int, int]] = {}
+        self._arranged = 0
+
+    def add(self, part: int, found: SearchResult) -> None:
+        """Count the search of a part; that of all of its layouts may follow one of some."""
+        self._layouts[part] = found.candidates, found.placements
+        self._arranged += found.arranged
+
+    def result(self, plans: tuple[ClusterPlan, ...], unproven: float) -> SearchResult:
+        """The result of all searches together."""
+        candidates, placements = (
+            sum(numbers) for numbers in zip((0, 0), *self._layouts.values(), strict=True)
+        )
+        return SearchResult(plans, candidates, placements, self._arranged, unproven, len(self._layouts))
+
+
 def best_plans(
     prices: ClusterPrices,
     space: LayoutSpace,
     goal: PlannerGoal,
     advance: Callable[[int, int], None] | None = None,
+    deadline: Deadline = NO_DEADLINE,
 ) -> SearchResult:
     """Best layouts for an objective, proven optimal in the space and, if asked for, over all parts.
 
@@ -63,33 +124,64 @@ def best_plans(
         goal: Objective and limits.
         advance: Progress callback, called with the number of parts done and of all parts; if there is only
             one part, with the numbers of its layouts.
+        deadline: When the search ends, if it has found a layout; how much better others may be is then said.
 
     Raises:
         ValueError: The price of a node is needed and unknown.
     """
     if goal.needs_prices:
         require_prices(prices)
-    best: list[ClusterPlan] = []
-    totals = [0, 0, 0]
     parts = parts_of(prices, goal.parts)
-    for done, counts in enumerate(parts):
-        rate = prices.cluster.part(counts).dollars_per_second
-        upper = goal.step_seconds
-        if rate is not None:
-            upper = min(upper, goal.step_dollars / rate)
+    dollars = _dollars(prices, parts)
+
+    def limit(part: int) -> float:
         # Limits are inclusive: rounding must not exclude a layout that takes exactly the limit.
-        upper *= 1 + ROUNDING
+        within = dollars.seconds(part, goal.step_dollars) if goal.step_dollars < math.inf else math.inf
+        return min(goal.step_seconds, within) * (1 + ROUNDING)
+
+    if len(parts) == 1:
+        return best_layouts(prices, space, top=goal.top, upper=limit(0), deadline=deadline, advance=advance)
+    costs = dollars if goal.objective is Objective.COST else _seconds(parts)
+    bounds = bound_parts(prices, space, parts)
+    least = costs.of(bounds.seconds)
+    order = [part for part in np.argsort(least, kind="stable").tolist() if bounds.seconds[part] < limit(part)]
+    best: list[ClusterPlan] = []
+    counted = _Counted()
+
+    def search(part: int, among: LayoutSpace) -> float:
+        upper = limit(part)
         if len(best) == goal.top:
-            worst = value_of(best[-1], goal)
-            upper = min(upper, worst / rate if goal.objective is Objective.COST and rate else worst)
-        # Report progress by layouts if there is one part, by parts otherwise.
-        watch = advance if len(parts) == 1 else None
-        found = best_layouts(prices, space, counts=counts, top=goal.top, upper=upper, advance=watch)
-        totals = [have + more for have, more in zip(totals, _numbers(found), strict=True)]
-        best = sorted([*best, *found.plans], key=lambda plan: value_of(plan, goal))[: goal.top]
-        if advance is not None and len(parts) > 1:
-            advance(done + 1, len(parts))
-    return SearchResult(tuple(replace(plan, optimal=not rank) for rank, plan in enumerate(best)), *totals)
+            upper = min(upper, costs.seconds(part, value_of(best[-1], goal)))
+        found = best_layouts(prices, among, counts=parts[part], top=goal.top, upper=upper, deadline=deadline)
+        counted.add(part, found)
+        both = {(plan.layout, plan.bounds, plan.slots): plan for plan in (*best, *found.plans)}
+        best[:] = sorted(both.values(), key=lambda plan: value_of(plan, goal))[: goal.top]
+        return max(found.unproven, float(bounds.seconds[part]))
+
+    # 1. Of many parts, good layouts first: of some, the families that are likely to have them.
+    probes, probed = deadline.share(2), set[int]()
+    for number in range(_PROBES if len(order) > _MANY_PARTS else 0):
+        most = value_of(best[0], goal) if best else math.inf
+        open_ones = [part for part in order if part not in probed and least[part] < most]
+        if not open_ones or probes.is_over:
+            break
+        part = open_ones[int(number * _GOLDEN % 1 * len(open_ones))]
+        probed.add(part)
+        search(part, bounds.near(part, space))
+    # 2. All layouts of every part that may have a better one.
+    unproven = math.inf
+    for done, part in enumerate(order):
+        if len(best) == goal.top and least[part] >= value_of(best[-1], goal):
+            break
+        if best and deadline.is_over:
+            unproven = min(unproven, float(least[part]))
+            break
+        left = np.full(len(parts), search(part, space))
+        unproven = min(unproven, float(costs.of(left)[part]))
+        if advance is not None:
+            advance(done + 1, len(order))
+    gap = gap_of(unproven, value_of(best[0], goal)) if best else 0.0
+    return counted.result(with_proof(best, gap), unproven)
 
 
 def pareto(
@@ -97,32 +189,26 @@ def pareto(
     space: LayoutSpace,
     advance: Callable[[int, int], None] | None = None,
     parts: Sequence[tuple[int, ...]] | None = None,
+    deadline: Deadline = NO_DEADLINE,
 ) -> SearchResult:
     """Pareto front of time and cost over parts of the cluster; fastest first.
+
+    Where the deadline ends the search, the plans are within their ``gap`` of the front: whatever layout there
+    is, one of them exceeds neither its time nor its cost by more than that share of its own.
 
     Args:
         prices: Costs of the workload on the cluster.
         space: Allowed choices.
         advance: Progress callback, called with the number of parts done and of all parts.
         parts: Number of nodes of each kind of every part; all parts if ``None``.
+        deadline: When the search ends, if it has found a layout.
 
     Raises:
         ValueError: The price of a node is unknown.
     """
     require_prices(prices)
-    front: list[ClusterPlan] = []
-    totals = [0, 0, 0]
     parts = parts_of(prices, True) if parts is None else parts
-    for done, counts in enumerate(parts):
-        rate = prices.cluster.part(counts).dollars_per_second or 0.0
-        # A step that takes longer than this is slower and costs more than a plan on the front.
-        upper = min((max(plan.step_seconds, _cost(plan) / rate) for plan in front), default=math.inf)
-        found = best_layouts(prices, space, counts=counts, upper=upper)
-        totals = [have + more for have, more in zip(totals, _numbers(found), strict=True)]
-        front = pareto_front([*front, *found.plans])
-        if advance is not None:
-            advance(done + 1, len(parts))
-    return SearchResult(tuple(front), *totals)
+    return _front(prices, space, parts, _dollars(prices, parts), _cost, advance, deadline)
 
 
 def device_front(
@@ -130,27 +216,83 @@ def device_front(
     space: LayoutSpace,
     advance: Callable[[int, int], None] | None = None,
     parts: Sequence[tuple[int, ...]] | None = None,
+    deadline: Deadline = NO_DEADLINE,
 ) -> SearchResult:
     """Pareto front of time and number of devices, for unknown prices; arguments as in :func:`pareto`."""
+    parts = parts_of(prices, True) if parts is None else parts
+    devices = np.array([float(prices.cluster.part(counts).num_devices) for counts in parts])
+    costs = _Costs(devices, np.zeros(len(parts)))
+    return _front(prices, space, parts, costs, lambda plan: plan.layout.world_size, advance, deadline)
+
+
+def _front(
+    prices: ClusterPrices,
+    space: LayoutSpace,
+    parts: Sequence[tuple[int, ...]],
+    costs: _Costs,
+    cost_of: Callable[[ClusterPlan], float],
+    advance: Callable[[int, int], None] | None,
+    deadline: Deadline,
+) -> SearchResult:
+    """Pareto front of time and cost: always the part next that may be farthest beyond the front."""
+    bounds = bound_parts(prices, space, parts)
+    #: Seconds below which no layout of a part is that is still open.
+    unproven = bounds.seconds.copy()
+    probed = np.full(len(parts), len(parts) <= _MANY_PARTS)
+    searched = np.zeros(len(parts), dtype=bool)
     front: list[ClusterPlan] = []
-    totals = [0, 0, 0]
-
-    def num_devices(counts: Sequence[int]) -> int:
-        return prices.cluster.part(counts).num_devices
-
-    ascending = sorted(parts_of(prices, True) if parts is None else parts, key=num_devices)
-    for done, counts in enumerate(ascending):
-        # A step that takes longer than on fewer devices is of no interest.
-        upper = front[-1].step_seconds if front else math.inf
-        found = best_layouts(prices, space, counts=counts, upper=upper)
-        totals = [have + more for have, more in zip(totals, _numbers(found), strict=True)]
-        if found.plans:
-            while front and front[-1].layout.world_size == num_devices(counts):
-                front.pop()
-            front.append(found.plans[0])
+    counted = _Counted()
+    while True:
+        gaps = _gaps(front, unproven, costs.of(unproven), cost_of)
+        left = np.where(searched, 0.0, gaps)
+        if not left.any() or (front and deadline.is_over):
+            break
+        part = int(np.argmax(left))
+        near = not probed[part]
+        # A step that takes longer than this is slower and costs more than a plan on the front.
+        upper = min(
+            (max(plan.step_seconds, costs.seconds(part, cost_of(plan))) for plan in front), default=math.inf
+        )
+        among = bounds.near(part, space) if near else space
+        found = best_layouts(prices, among, counts=parts[part], upper=upper, deadline=deadline)
+        counted.add(part, found)
+        front = pareto_front([*front, *found.plans], cost_of)
+        probed[part] = True
+        if not near:
+            searched[part], unproven[part] = True, max(found.unproven, float(unproven[part]))
         if advance is not None:
-            advance(done + 1, len(ascending))
-    return SearchResult(tuple(reversed(front)), *totals)
+            advance(len(parts) - int((left > 0).sum()) + (not near), len(parts))
+    gap = float(gaps.max())
+    return counted.result(tuple(replace(plan, optimal=not gap, gap=gap) for plan in front), math.inf)
+
+
+def _gaps(
+    front: Sequence[ClusterPlan], seconds: Floats, costs: Floats, cost_of: Callable[[ClusterPlan], float]
+) -> Floats:
+    """By what share each part may be beyond a front: the smallest by which a plan exceeds both of its bounds.
+
+    Args:
+        front: Plans found so far.
+        seconds: Lower bound of each part, shape ``(parts,)``.
+        costs: The same of the cost, shape ``(parts,)``.
+        cost_of: Cost of a plan.
+    """
+    gaps = np.where(np.isfinite(seconds), 1.0, 0.0)
+    for plan in front:
+        beyond = np.maximum(1 - seconds / plan.step_seconds, 1 - costs / cost_of(plan))
+        gaps = np.minimum(gaps, np.maximum(beyond, 0.0))
+    return gaps
+
+
+def _seconds(parts: Sequence[tuple[int, ...]]) -> _Costs:
+    """Seconds as their own costs."""
+    return _Costs(np.zeros(len(parts)), np.ones(len(parts)))
+
+
+def _dollars(prices: ClusterPrices, parts: Sequence[tuple[int, ...]]) -> _Costs:
+    """Dollars of a second on each part; 0 where a price is unknown."""
+    rates = [prices.cluster.part(counts).dollars_per_second or 0.0 for counts in parts]
+    return _Costs(np.zeros(len(parts)), np.array(rates))
 
 
 def pareto_front(
@@ -192,10 +334,6 @@ def require_prices(prices: ClusterPrices) -> None:
             f"the price of {', '.join(unknown)} is unknown, and none is assumed: add price: {{per_hour: ..., "
             "date: ..., source: ...} to these nodes of the cluster file"
         )
-
-
-def _numbers(found: SearchResult) -> tuple[int, int, int]:
-    return found.candidates, found.placements, found.arranged
 
 
 def value_of(plan: ClusterPlan, goal: PlannerGoal) -> float:

@@ -19,6 +19,10 @@ covers all orders of the cells at once; cells of one kind are interchangeable, s
 twice. Under limits on *t* and *e* it finds the minimum sum. Lowering the limit on *t* below the slowest stage
 of each answer, until no lower limit can help, gives the minimum value, as in
 :mod:`osdp.search.pipeline.partition`; an outer loop lowers the limit on *e* in the same way.
+
+Of many kinds there are too many multisets. Then only orders are searched in which no more than one kind at a
+time is used in part, such as all cells of each kind in turn. The answer need not be the best: a border
+between unlike nodes costs more than one between like ones, but what fits where may ask for another order.
 """
 
 import math
@@ -35,6 +39,9 @@ from osdp.cluster.cost.stage_table import StageTables
 from osdp.cluster.cost.step import ROUNDING, exposed_sends
 
 Floats = NDArray[np.float64]
+
+#: Multisets of cells, times the pairs of kinds that may follow each other, up to which any order is searched.
+_MOST_STEPS = 10_000
 
 
 @dataclass(frozen=True)
@@ -109,6 +116,8 @@ class Arrangement:
 def place(problem: PlacementProblem, upper: float = math.inf) -> Arrangement | None:
     """Find the optimal arrangement; among equals the first by kinds and cuts.
 
+    Of very many orders some are searched (:func:`in_any_order`).
+
     Args:
         problem: The chain and the cells.
         upper: Objective value in seconds; arrangements that are not better are not searched.
@@ -153,6 +162,7 @@ class _Search:
     def __init__(self, problem: PlacementProblem) -> None:
         self._problem = problem
         self._counts = tuple(cell.count for cell in problem.cells)
+        self._multisets = _multisets(self._counts)
         self._at: dict[tuple[int, int], StageTables] = {}
         #: Seconds of all stages including the transfers before them, as far as compute does not hide them and
         #: in full, with the plain table (kept alive for its ``id``). Key: kind of the cell before, or -1
@@ -310,15 +320,13 @@ class _Search:
         }
         # 3. Add one cell to every multiset of cells: its first stage after each kind of cell before, then its
         # other stages.
-        for used in product(*(range(count + 1) for count in self._counts)):
-            if not any(used):
-                continue
+        for used in self._multisets:
             states[used] = {}
-            # ``product`` ascends, so that all states with one cell less are known.
+            # They ascend, so that all states with one cell less are known.
             for kind, cell in enumerate(cells):  # the last cell is of this kind
-                if not used[kind]:
+                previous = states.get(tuple(count - (other == kind) for other, count in enumerate(used)))
+                if previous is None:
                     continue
-                previous = states[tuple(count - (other == kind) for other, count in enumerate(used))]
                 rank = sum(count * c.stages for count, c in zip(used, cells, strict=True)) - cell.stages
                 candidates = [
                     (last, *_extend(join, vector, stage(kind, alike[last], rank)))
@@ -354,6 +362,27 @@ class _Search:
             float(self._tables(kind, rank).end[a, b])
             for rank, (kind, _, a, b) in enumerate(self._stages(arrangement))
         ]
+
+
+def in_any_order(counts: Sequence[int]) -> bool:
+    """Whether so many cells of each kind are placed in the best of all orders, or only of some."""
+    return math.prod(count + 1 for count in counts) * len(counts) ** 2 <= _MOST_STEPS
+
+
+def _multisets(counts: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """Multisets of cells that an order may begin with, ascending; without the empty one.
+
+    All of them, or if these are too many those in which at most one kind is used in part.
+    """
+    if in_any_order(counts):
+        return [used for used in product(*(range(count + 1) for count in counts)) if any(used)]
+    in_turn = {
+        (*others[:kind], part, *others[kind:])
+        for kind, count in enumerate(counts)
+        for others in product(*((0, other) for other in (*counts[:kind], *counts[kind + 1 :])))
+        for part in range(count + 1)
+    }
+    return sorted(used for used in in_turn if any(used))
 
 
 def _extend(join: np.ufunc, vector: Floats, stage: Floats) -> tuple[Floats, NDArray[np.int64]]:

@@ -104,6 +104,11 @@ class SlotGroups:
     stages: tuple[int, ...]
 
     @property
+    def num_multisets(self) -> int:
+        """Number of multisets of these cells, the empty one and that of all included."""
+        return math.prod(count + 1 for count in self.counts)
+
+    @property
     def num_orders(self) -> int:
         """Number of distinct orders of the cells."""
         found, total = 1, 0
@@ -192,7 +197,7 @@ def families(
     """All layouts of the space on ``counts`` nodes of each kind, in a fixed order."""
     used = [group.node for group, count in zip(cluster.groups, counts, strict=True) if count]
     world = sum(group.node.devices * count for group, count in zip(cluster.groups, counts, strict=True))
-    shape, batch = workload.shape, workload.global_batch
+    shape = workload.shape
     node = math.gcd(*(node.devices for node in used))
     for tp in _divisors(node):
         if (space.tp and tp not in space.tp) or tensor_fault(workload, tp):
@@ -204,18 +209,43 @@ def families(
             cells = cells_of(cluster, counts, tp * cp * dp) if pp <= len(shape.items) else None
             if cells is None:
                 continue
-            for samples, slices, ep in itertools.product(
-                _divisors(batch // dp), space.token_slices, _expert_degrees(shape, space, cp * dp)
-            ):
-                if space.samples and samples not in space.samples:
-                    continue
-                # Token slices shorten the pipeline bubble, and one stage has none.
-                if slices > 1 and (pp == 1 or cp > 1 or slices_fault(shape, slices)):
-                    continue
-                batches = samples, batch // dp // samples
-                plain = ParallelLayout(ParallelDims(pp, dp, tp), *batches, token_slices=slices, cp=cp, ep=ep)
+            for plain in _plain_layouts(workload, space, ParallelDims(pp, dp, tp), cp):
                 if layouts := tuple(_layouts(workload, space, plain, node // tp)):
                     yield Family(plain, layouts, cells)
+
+
+def stage_layouts(cluster: Cluster, workload: Workload, space: LayoutSpace) -> Iterator[ParallelLayout]:
+    """Plain layouts of the families of all parts of a cluster, each with the most stages that it may have.
+
+    Families of several parts that differ in their number of stages alone have one of these; some of them have
+    a family on no part.
+    """
+    most = cluster.num_devices
+    sizes = {tp for group in cluster.groups for tp in _divisors(group.node.devices)}
+    for tp in sorted(sizes):
+        if (space.tp and tp not in space.tp) or tensor_fault(workload, tp):
+            continue
+        for cp in _context_degrees(workload, space, most // tp):
+            for dp in _divisors(workload.global_batch):
+                pp = min(most // (tp * cp * dp), len(workload.shape.items))
+                if pp and (not space.dp or dp in space.dp):
+                    yield from _plain_layouts(workload, space, ParallelDims(pp, dp, tp), cp)
+
+
+def _plain_layouts(
+    workload: Workload, space: LayoutSpace, degrees: ParallelDims, cp: int
+) -> Iterator[ParallelLayout]:
+    """Layouts with these degrees, 1F1B, and neither recomputation nor ZeRO; they need not be in the space."""
+    shape, batch = workload.shape, workload.global_batch // degrees.dp
+    for samples, slices, ep in itertools.product(
+        _divisors(batch), space.token_slices, _expert_degrees(shape, space, cp * degrees.dp)
+    ):
+        if space.samples and samples not in space.samples:
+            continue
+        # Token slices shorten the pipeline bubble, and one stage has none.
+        if slices > 1 and (degrees.pp == 1 or cp > 1 or slices_fault(shape, slices)):
+            continue
+        yield ParallelLayout(degrees, samples, batch // samples, token_slices=slices, cp=cp, ep=ep)
 
 
 def _expert_degrees(shape: TransformerShape, space: LayoutSpace, replicas: int) -> list[int]:
@@ -226,15 +256,16 @@ def _expert_degrees(shape: TransformerShape, space: LayoutSpace, replicas: int) 
 def _replicas(workload: Workload, space: LayoutSpace, ranks: int) -> Iterator[tuple[int, int]]:
     """Context- and data-parallel degrees of ``ranks`` ranks that hold all stages."""
     for cp in _context_degrees(workload, space, ranks):
-        for dp in _divisors(math.gcd(ranks // cp, workload.global_batch)):
-            yield cp, dp
+        if ranks % cp == 0:
+            for dp in _divisors(math.gcd(ranks // cp, workload.global_batch)):
+                yield cp, dp
 
 
-def _context_degrees(workload: Workload, space: LayoutSpace, ranks: int) -> list[int]:
+def _context_degrees(workload: Workload, space: LayoutSpace, most: int) -> list[int]:
     degrees: Sequence[int] = space.cp or (1,)
     if not space.cp and workload.shape.sequence >= LONG_SEQUENCE:
-        degrees = [cp for cp in _divisors(ranks) if cp & (cp - 1) == 0]
-    return [cp for cp in degrees if ranks % cp == 0 and not context_fault(workload, cp)]
+        degrees = [2**power for power in range(most.bit_length())]
+    return [cp for cp in degrees if cp <= most and not context_fault(workload, cp)]
 
 
 def _layouts(
@@ -242,7 +273,7 @@ def _layouts(
 ) -> Iterator[ParallelLayout]:
     """Layouts of a family; ``near`` data-parallel ranks are in a node."""
     shape, degrees = workload.shape, plain.degrees
-    for schedule, stages in _schedules(space) if degrees.pp > 1 else ((ONE_STAGE, 1),):
+    for schedule, stages in schedules_of(space) if degrees.pp > 1 else ((ONE_STAGE, 1),):
         kind = SCHEDULE_KINDS[schedule]
         if stages > 1 and (chunks_fault(shape) or stages * degrees.pp > len(shape.items)):
             continue
@@ -276,7 +307,7 @@ def _shard_degrees(space: LayoutSpace, plain: ParallelLayout, zero: int | None, 
             yield degree
 
 
-def _schedules(space: LayoutSpace) -> Iterator[tuple[str, int]]:
+def schedules_of(space: LayoutSpace) -> Iterator[tuple[str, int]]:
     """Schedules with each number of stages a rank that they may have."""
     for schedule in space.schedules:
         kind = SCHEDULE_KINDS[schedule]

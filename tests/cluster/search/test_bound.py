@@ -94,7 +94,9 @@ def check(devices: Cluster, load: Workload, space: LayoutSpace) -> float:
             plan = arrange(prices, way, family.cells)
             if plan is None:
                 continue
-            assert loose <= plan.step_seconds and lower_bound(prices, way, family.cells) <= plan.step_seconds
+            assert loose <= plan.step_seconds
+            bound, tight = (lower_bound(prices, way, family.cells, tight=each) for each in (False, True))
+            assert bound <= tight <= plan.step_seconds
             if way.schedule != "gpipe" and (plan.layout == way or plan.layout not in family.layouts):
                 found[plan.layout] = plan
     listed = sorted(plan.step_seconds for plan in found.values())

@@ -1,18 +1,23 @@
 """Time, cost, budgets, deadlines and the front of both, over all parts of a cluster."""
 
 import math
+from unittest import mock
 
 import pytest
 
 from osdp.cluster.cost.stage import ClusterPrices
 from osdp.cluster.plan import ClusterPlan
+from osdp.cluster.search import objectives
 from osdp.cluster.search.layouts import best_layouts
 from osdp.cluster.search.objectives import Objective, PlannerGoal, best_plans, pareto, pareto_front, parts_of
 from osdp.cluster.search.space import LayoutSpace
+from osdp.search.deadline import Deadline
 from tests.helpers.clusters import FAST, SLOW, cluster, node_type, workload
 
 PRICED = cluster((node_type(FAST, 2, per_hour=9.0), 2), (node_type(SLOW, 2, per_hour=2.0), 2))
 SPACE = LayoutSpace(schedules=("1f1b",))
+#: It has passed.
+OVER = Deadline(-math.inf)
 
 
 @pytest.fixture(scope="module")
@@ -83,3 +88,54 @@ def test_cost_without_a_price_is_asked_for() -> None:
     with pytest.raises(ValueError, match="the price of fast is unknown"):
         pareto(unpriced, SPACE)
     assert best_plans(unpriced, SPACE, PlannerGoal(step_seconds=math.inf)).plans
+
+
+@pytest.mark.parametrize("objective", Objective)
+@pytest.mark.parametrize("many", [False, True])
+def test_where_time_is_over_the_gap_tells_how_much_better_the_best_may_be(
+    prices: ClusterPrices, objective: Objective, many: bool
+) -> None:
+    goal = PlannerGoal(objective=objective, parts=True)
+    best = best_plans(prices, SPACE, goal).plans[0]
+    with mock.patch.object(objectives, "_MANY_PARTS", 2 if many else 64):
+        found = best_plans(prices, SPACE, goal, deadline=OVER)
+    (plan,) = found.plans
+    least, value = (objectives.value_of(each, goal) for each in (best, plan))
+    assert best.optimal and best.gap == 0
+    # The bounds may prove the first part's to be the cheapest.
+    assert plan.optimal == (not plan.gap) and (plan.gap > 0 or objective is Objective.COST)
+    assert value * (1 - plan.gap) <= least <= value
+    assert found.parts < len(parts_of(prices, True))
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.05, 0.3])
+def test_a_front_that_was_ended_tells_how_far_any_layout_is_beyond_it(
+    prices: ClusterPrices, every: list[ClusterPlan], seconds: float
+) -> None:
+    with mock.patch.object(objectives, "_MANY_PARTS", 2):
+        found = pareto(prices, SPACE, deadline=Deadline.after(seconds))
+    gaps = {plan.gap for plan in found.plans}
+    assert len(gaps) == 1
+    gap = gaps.pop()
+    assert seconds > 0 or gap > 0
+    for layout in every:
+        assert any(
+            plan.step_seconds * (1 - gap) <= layout.step_seconds * (1 + 1e-12)
+            and dollars(plan) * (1 - gap) <= dollars(layout) * (1 + 1e-12)
+            for plan in found.plans
+        )
+
+
+def test_good_layouts_of_many_parts_come_first_and_the_best_in_the_end(prices: ClusterPrices) -> None:
+    with mock.patch.object(objectives, "_MANY_PARTS", 2):
+        for goal in (PlannerGoal(parts=True), PlannerGoal(objective=Objective.COST, parts=True, top=3)):
+            found = best_plans(prices, SPACE, goal).plans
+            assert found[0].optimal
+        assert [plan.step_seconds for plan in pareto(prices, SPACE).plans] == [
+            plan.step_seconds for plan in expected_front(prices)
+        ]
+
+
+def expected_front(prices: ClusterPrices) -> list[ClusterPlan]:
+    found = [best_layouts(prices, SPACE, counts=counts).plans for counts in parts_of(prices, True)]
+    return pareto_front([plan for plans in found for plan in plans])

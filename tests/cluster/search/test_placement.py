@@ -3,12 +3,14 @@
 import math
 from collections.abc import Iterator
 from itertools import combinations, pairwise, permutations
+from unittest import mock
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
 from osdp.cluster.cost.stage_table import StageTables
+from osdp.cluster.search import placement
 from osdp.cluster.search.placement import PlacementProblem, SlotGroup, place
 
 Floats = NDArray[np.float64]
@@ -97,3 +99,24 @@ def test_no_order_and_no_cut_is_better(tight: bool) -> None:
         assert place(problem, least) is None
         assert place(problem, least * 1.001 + 1e-9) == found
     assert tight or found_none < 30
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_of_very_many_orders_those_in_blocks_are_searched(seed: int) -> None:
+    """No kind is then begun before all cells of another are placed but one, and no such order is better."""
+    problem = problem_of(np.random.default_rng(seed), tight=seed % 2 == 1)
+    with mock.patch.object(placement, "_MOST_STEPS", 0):
+        found = place(problem)
+
+    def in_blocks(order: tuple[int, ...]) -> bool:
+        prefixes = [order[:number] for number in range(len(order))]
+        return all(
+            sum(0 < prefix.count(kind) < cell.count for kind, cell in enumerate(problem.cells)) <= 1
+            for prefix in prefixes
+        )
+
+    blocks = [value for value, order, _ in every_way(problem) if in_blocks(order)]
+    assert (found is None) == (not blocks)
+    if found is not None:
+        assert found.value == pytest.approx(min(blocks), rel=1e-12)
+        assert in_blocks(found.order)

@@ -146,12 +146,13 @@ def _limits(plan: ClusterPlan) -> str:
 
 
 def _sure(report: ClusterReport) -> str:
+    within = f", within {report.plan.gap:.1%} of the best" * (report.plan.gap > 0)
     proven = "proven best" if report.plan.optimal else "best found"
     estimated = "memory is an estimate" if report.plan.measured_steps else "times and memory are estimates"
     certain = ", if it is to be certain to fit" * report.certain
     return (
-        f"<b>{proven}</b>of {report.candidates:,} layouts{certain}; {estimated}, and what is assumed is "
-        "under Settings"
+        f"<b>{proven}</b>of {report.candidates:,} layouts{within}{certain}; {estimated}, and what "
+        "is assumed is under Settings"
     )
 
 
