@@ -124,6 +124,26 @@ def test_an_objective_chooses_a_part(words: list[str], capsys: pytest.CaptureFix
     assert "$" in capsys.readouterr().out
 
 
+def test_what_a_search_leaves_unproven_is_said(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    short = ["--subsets", "--search-seconds", "1e-9"]
+    for objective, text in (
+        (
+            "time",
+            r"none that is certain to fit saves more than \d+\.\d% of the time of the first row, as far ",
+        ),
+        (
+            "pareto",
+            r"each that is certain to fit undercuts some row by at most \d+\.\d%, in time and in cost,",
+        ),
+    ):
+        run("cluster", "plan", *words, "--objective", objective, *short)
+        printed = " ".join(capsys.readouterr().out.split())
+        assert re.search(text, printed) and "(--search-seconds)" in printed
+        assert "parts of the cluster" in printed and "proven to within" in printed
+    run("cluster", "plan", *words, "--objective", "pareto")
+    assert "none that is certain to fit undercuts a row" in " ".join(capsys.readouterr().out.split())
+
+
 @pytest.mark.parametrize(("name", "library"), [("front.png", "matplotlib"), ("front.html", "plotly")])
 def test_time_and_cost_are_drawn(name: str, library: str, words: list[str], tmp_path: Path) -> None:
     pytest.importorskip(library)
@@ -358,6 +378,7 @@ def test_a_plan_is_written_that_runs_and_how_to_start_it(
         ),
         (["--schedule", "zb"], "does not support schedule 'zb'; it supports 1f1b"),
         (["--objective", "fame"], "--objective fame: there are time, cost, pareto"),
+        (["--search-seconds", "0"], "--search-seconds 0: must be positive and finite"),
         (["--budget", "3"], "--budget and --deadline are for the whole training: give --steps, too"),
         (
             ["--deadline", "3w", "--steps", "5"],
