@@ -20,6 +20,7 @@ from osdp.model.description import ModelDesc
 from osdp.model.training import Training
 from osdp.options import PlanOptions
 from osdp.plan.dims import ParallelDims, degrees
+from osdp.plan.tensor_parallel import TensorParallelPlan
 from osdp.plan.tensor_parallel_rank import RankDesc
 from osdp.profiler.cache import MeasurementCache, NotCachedError
 from osdp.profiler.links.axis_links import with_stage_link
@@ -381,6 +382,7 @@ def make_rank_model(
     *,
     loss_fn: Callable[..., Any] | None,
     policy: Callable[..., Any] | None,
+    plan: TensorParallelPlan | None = None,
 ) -> RankModel:
     """What one of ``degree`` ranks computes; all ranks of the process group call it alike.
 
@@ -392,6 +394,7 @@ def make_rank_model(
         sequence_parallel: Whether they share the sequence, too.
         loss_fn: How the loss is made of the model's output.
         policy: What it would wrap is decided as one.
+        plan: How they share its layers; derived from the batch if ``None``.
 
     Raises:
         ValueError: The layers cannot be shared by that number of ranks; gives the reason.
@@ -400,7 +403,8 @@ def make_rank_model(
         if sequence_parallel:
             raise ValueError("sequence_parallel shares a sequence among tensor-parallel ranks: pass tp=, too")
         return RankModel(model, whole)
-    plan = on_first_rank(lambda: derive(model, batch, degree, sequence_parallel=sequence_parallel))
+    if plan is None:
+        plan = on_first_rank(lambda: derive(model, batch, degree, sequence_parallel=sequence_parallel))
     atoms = _atoms(model, policy)
     with allowed_to_run(model):
         part, log = first_rank_part(copy_without_weights(model, on_meta), plan)

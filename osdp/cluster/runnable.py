@@ -41,6 +41,8 @@ from osdp.search.sharding.planner import Candidate
 from osdp.tracing.computed_in import describe_computed_in
 from osdp.tracing.dataflow import trace_flow
 from osdp.tracing.sample_batch import SampleBatch
+from osdp.tracing.tensor_parallel.derive import derive
+from osdp.tracing.tensors import map_leaves
 
 _MODES = {
     0: (Mode.NO_SHARD,),
@@ -48,6 +50,8 @@ _MODES = {
     2: (Mode.SHARD_GRAD_OP,),
     3: (Mode.FULL_SHARD,),
 }
+#: Tokens for each tensor-parallel rank with which it is proven that they compute what one does.
+_PROVEN_TOKENS = 16
 #: How notes begin that tell where a plan differs from its layout.
 _DEPARTURE = "unlike its layout: "
 _ANY = (Mode.NO_SHARD, Mode.SHARD_OPTIMIZER, Mode.SHARD_GRAD_OP, Mode.FULL_SHARD)
@@ -255,12 +259,16 @@ def _staged(
     # 1. Description of one tensor-parallel rank, with the work of the compute dtype.
     batch = SampleBatch.of(sample_inputs)
     tp = plan.layout.degrees.tp
+    shared = workload.sequence_parallel and tp > 1
     share = partial(
         make_rank_model,
         degree=tp,
-        sequence_parallel=workload.sequence_parallel and tp > 1,
+        sequence_parallel=shared,
         loss_fn=None,
         policy=None,
+        plan=derive(model, _few_tokens(batch, workload, tp), tp, sequence_parallel=shared)
+        if tp > 1
+        else None,
     )
     part = share(model, batch, model_desc)
     if part.shared is not None and training.param_dtype is not None:
@@ -287,6 +295,24 @@ def _staged(
     if slices == 1:
         return found
     return replace(found, token_slices=TokenSlices.uniform(workload.shape.sequence, slices))
+
+
+def _few_tokens(batch: SampleBatch, workload: Workload, tp: int) -> SampleBatch:
+    """A batch of tokens with the first ones of one sample.
+
+    How ranks share layers does not depend on the number of tokens, and is proven on numbers: a layer of GPT-3
+    takes 7 TFLOP for 2,048 of them.
+    """
+    if not all(
+        tensor.dim() == 2 and tensor.shape[1] == workload.shape.sequence and not tensor.is_floating_point()
+        for tensor in batch.tensors
+    ):
+        return batch
+
+    def first(leaf: Any) -> Any:
+        return leaf[:1, : _PROVEN_TOKENS * tp] if isinstance(leaf, torch.Tensor) else leaf
+
+    return SampleBatch(map_leaves(first, batch.args), map_leaves(first, batch.kwargs))
 
 
 def step_bounds(flow: Dataflow, model_desc: ModelDesc, layers: Sequence[int]) -> tuple[int, ...]:

@@ -23,6 +23,8 @@ from osdp.tracing.tensors import map_leaves, tensors_in
 
 #: Norm-relative difference up to which outputs agree; some models compute attention in float32 even here.
 TOLERANCE = 1e-5
+#: Random numbers of one weight: of GPT-3's there are 600 million, which take ten seconds to draw. A prime.
+_MOST_DRAWN = 1_000_003
 #: Seconds after which ranks stop waiting for each other.
 _PATIENCE = 120.0
 
@@ -260,7 +262,12 @@ def _is_close(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _random_parameter(parameter: nn.Parameter, generator: torch.Generator) -> nn.Parameter:
-    values = torch.randn(parameter.shape, generator=generator, dtype=torch.float64, device="cpu")
+    # A prime number of values repeats in weights of more: no two rows or blocks are alike.
+    drawn = torch.randn(
+        min(parameter.numel(), _MOST_DRAWN), generator=generator, dtype=torch.float64, device="cpu"
+    )
+    repeats = -(-parameter.numel() // max(drawn.numel(), 1))
+    values = drawn.repeat(repeats)[: parameter.numel()].view(parameter.shape)
     if parameter.dim() > 1:
         values /= parameter.shape[-1] ** 0.5
     return nn.Parameter(values)
