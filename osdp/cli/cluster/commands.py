@@ -76,7 +76,7 @@ def plan(request: ClusterRequest, goal: GoalOptions, outputs: OutputFiles) -> No
         every.sort(key=lambda plan: (not plan.fits, prices.certain and plan.may_not_fit, plan.step_seconds))
         plans = every if goal.top is None else with_measured(every, goal.top)
     if not plans:
-        raise no_plan_error(times, space, sought)
+        raise no_plan_error(times, space, sought, Deadline.after(goal.search_seconds))
     rows = rows_of(plans, cluster, shape, goal.steps)
     if outputs.csv is not None:
         outputs.csv.write_text(csv_table(rows), encoding="utf8")
@@ -87,7 +87,7 @@ def plan(request: ClusterRequest, goal: GoalOptions, outputs: OutputFiles) -> No
     typer.echo(text_table(plans, cluster, goal.steps))
     if not found.plans:
         # The rows of --every show how much memory each of them lacks.
-        raise no_plan_error(times, space, sought)
+        raise no_plan_error(times, space, sought, Deadline.after(goal.search_seconds))
     if told := times.told():
         typer.echo(wrapped(told))
     # On a front every plan has nodes of its own, and is best on these.
@@ -229,7 +229,8 @@ def _proof(found: SearchResult, goal: GoalOptions, *, certain: bool) -> str:
         f"{found.candidates:,} layouts with {found.placements:,} placements{on}; {found.arranged:,} of them "
         "were cut and placed, "
     )
-    gap, none = found.plans[0].gap, f"none{' that is certain to fit' * certain}"
+    # Rounded up to what is printed.
+    gap, none = math.ceil(found.plans[0].gap * 1000) / 1000, f"none{' that is certain to fit' * certain}"
     if goal.pareto and gap:
         none = f"each{' that is certain to fit' * certain}"
         found_out = f"{none} undercuts some row by at most {gap:.1%}, in time and in cost"
@@ -240,7 +241,10 @@ def _proof(found: SearchResult, goal: GoalOptions, *, certain: bool) -> str:
         found_out = f"{none} saves more than {gap:.1%} of the {what} of the first row"
     else:
         found_out = f"{none} is better than the first row"
-    limited = f", as far as {format_seconds(goal.search_seconds)} could tell (--search-seconds)" * (gap > 0)
+    limited = (
+        f", as far as the orders of nodes that are tried, in {format_seconds(goal.search_seconds)} "
+        "(--search-seconds), could tell"
+    ) * (gap > 0)
     return f"{said}{found_out}{limited}"
 
 

@@ -59,8 +59,9 @@ def most_held_by_all(possible: Floats, counts: tuple[int, ...], stages: tuple[in
         Layers by multiset, with the number of the last kind running fastest; shape ``(multisets, ...)``.
     """
     kinds, pp, *others = possible.shape
-    # What a cell holds whose first stage is at a rank.
-    sums = np.zeros((kinds, pp + 1, *others), dtype=possible.dtype)
+    # What a cell holds whose first stage is at a rank; single precision would lose the layers of all ranks
+    # behind one that cannot be.
+    sums = np.zeros((kinds, pp + 1, *others))
     np.cumsum(np.where(possible < 0, _IMPOSSIBLE, possible), axis=1, out=sums[:, 1:])
     held = np.full((kinds, pp, *others), _IMPOSSIBLE, dtype=possible.dtype)
     for kind, number in enumerate(stages):
@@ -76,7 +77,7 @@ def most_held_by_all(possible: Floats, counts: tuple[int, ...], stages: tuple[in
     return most[:-1]
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=16)
 def _levels(counts: tuple[int, ...], stages: tuple[int, ...]) -> tuple[_Level, ...]:
     """All multisets of cells by their number, from one cell to all."""
     shape = tuple(count + 1 for count in counts)

@@ -23,6 +23,7 @@ from osdp.cluster.search.space import (
 )
 from osdp.errors import InfeasibleError, LargeOperator
 from osdp.plan.shard_math import part_sizes
+from osdp.search.deadline import NO_DEADLINE, Deadline
 from osdp.text import format_dollars, format_seconds
 
 
@@ -103,13 +104,16 @@ def check_space(prices: ClusterPrices, space: LayoutSpace, *, parts: bool = Fals
     raise ValueError("no layout is possible: " + ("; ".join(faults) or "the choices contradict each other"))
 
 
-def no_plan_error(times: MeasuredTimes, space: LayoutSpace, goal: PlannerGoal) -> Exception:
+def no_plan_error(
+    times: MeasuredTimes, space: LayoutSpace, goal: PlannerGoal, deadline: Deadline = NO_DEADLINE
+) -> Exception:
     """Exception that explains why the search returned no plan.
 
     Args:
         times: What was measured, with the costs of the workload on the cluster.
         space: Allowed choices.
         goal: Objective and limits of the search.
+        deadline: When the search for the best plan without limits ends, if it has found one.
 
     Returns:
         ``ValueError`` with the best plan without limits if a limit on time or cost excludes it, or if all
@@ -123,9 +127,11 @@ def no_plan_error(times: MeasuredTimes, space: LayoutSpace, goal: PlannerGoal) -
         by_time = goal.step_seconds < math.inf
         objective, which = (Objective.TIME, "fastest") if by_time else (Objective.COST, "cheapest")
         unlimited = replace(goal, objective=objective, top=1, step_dollars=math.inf, step_seconds=math.inf)
-        free = times.ranked(best_plans(prices, space, times.wider(unlimited)), space, unlimited)
+        wider = best_plans(prices, space, times.wider(unlimited), deadline=deadline)
+        free = times.ranked(wider, space, unlimited)
         if free.plans:
             best = free.plans[0]
+            which += " that was found" * (best.gap > 0)
             dollars = best.dollars_per_step
             cost = "" if dollars is None else f" for {format_dollars(dollars)}"
             limits = [format_seconds(goal.step_seconds)] if goal.step_seconds < math.inf else []
@@ -137,7 +143,8 @@ def no_plan_error(times: MeasuredTimes, space: LayoutSpace, goal: PlannerGoal) -
                 * prices.certain
             )
     # 2. Memory as measured.
-    if times.measured and best_plans(prices, space, PlannerGoal(parts=goal.parts)).plans:
+    any_goal = PlannerGoal(parts=goal.parts)
+    if times.measured and best_plans(prices, space, any_goal, deadline=deadline).plans:
         return ValueError(
             f"all layouts that {'are certain to fit' if prices.certain else 'fit as predicted'} ran out of "
             "memory when they were measured: more nodes, or a smaller global batch"

@@ -41,6 +41,9 @@ from osdp.search.deadline import NO_DEADLINE, Deadline
 
 Floats = NDArray[np.float64]
 
+#: Multisets of cells up to which a layout gets a tight bound, which takes time and memory for each of them.
+_MOST_MULTISETS = 200_000
+
 
 @dataclass(frozen=True)
 class SearchResult:
@@ -71,6 +74,7 @@ def best_layouts(
     counts: Sequence[int] | None = None,
     top: int = 1,
     upper: float = math.inf,
+    has_plan: bool = False,
     deadline: Deadline = NO_DEADLINE,
     advance: Callable[[int, int], None] | None = None,
 ) -> SearchResult:
@@ -82,7 +86,8 @@ def best_layouts(
         counts: Number of nodes of each kind, all of which are used; those of the cluster if ``None``.
         top: Number of layouts to return.
         upper: Step seconds; layouts that are not faster are of no interest.
-        deadline: When the search ends, if a layout is known, by this search or by ``upper``.
+        has_plan: Whether another search has found a layout within all limits.
+        deadline: When the search ends, if it or the other one has found a layout.
         advance: Progress callback, called with the number of layouts done and of all layouts to do so far.
 
     Returns:
@@ -102,7 +107,7 @@ def best_layouts(
         ceiling = min(upper, best[-1][0]) if len(best) == top else upper
         if bound >= ceiling or math.isinf(bound):
             break
-        if deadline.is_over and (best or upper < math.inf):
+        if deadline.is_over and (best or has_plan):
             unproven = min(unproven, bound)
             break
         family = known[index]
@@ -114,7 +119,7 @@ def best_layouts(
                     heappush(heap, (lower_bound(prices, layout, family.cells), index, number, False))
             continue
         layout = family.layouts[number]
-        if not is_tight and len(family.cells.counts) > 1:
+        if not is_tight and len(family.cells.counts) > 1 and family.cells.num_multisets <= _MOST_MULTISETS:
             heappush(heap, (lower_bound(prices, layout, family.cells, tight=True), index, number, True))
             continue
         plan = arrange(prices, layout, family.cells, upper=ceiling)

@@ -139,9 +139,10 @@ def best_plans(
         within = dollars.seconds(part, goal.step_dollars) if goal.step_dollars < math.inf else math.inf
         return min(goal.step_seconds, within) * (1 + ROUNDING)
 
-    if len(parts) == 1:
-        return best_layouts(prices, space, top=goal.top, upper=limit(0), deadline=deadline, advance=advance)
     costs = dollars if goal.objective is Objective.COST else _seconds(parts)
+    if len(parts) == 1:
+        whole = best_layouts(prices, space, top=goal.top, upper=limit(0), deadline=deadline, advance=advance)
+        return replace(whole, unproven=float(costs.of(np.array([whole.unproven]))[0]))
     bounds = bound_parts(prices, space, parts)
     least = costs.of(bounds.seconds)
     order = [part for part in np.argsort(least, kind="stable").tolist() if bounds.seconds[part] < limit(part)]
@@ -152,7 +153,15 @@ def best_plans(
         upper = limit(part)
         if len(best) == goal.top:
             upper = min(upper, costs.seconds(part, value_of(best[-1], goal)))
-        found = best_layouts(prices, among, counts=parts[part], top=goal.top, upper=upper, deadline=deadline)
+        found = best_layouts(
+            prices,
+            among,
+            counts=parts[part],
+            top=goal.top,
+            upper=upper,
+            has_plan=bool(best),
+            deadline=deadline,
+        )
         counted.add(part, found)
         both = {(plan.layout, plan.bounds, plan.slots): plan for plan in (*best, *found.plans)}
         best[:] = sorted(both.values(), key=lambda plan: value_of(plan, goal))[: goal.top]
@@ -220,7 +229,7 @@ def device_front(
 ) -> SearchResult:
     """Pareto front of time and number of devices, for unknown prices; arguments as in :func:`pareto`."""
     parts = parts_of(prices, True) if parts is None else parts
-    devices = np.array([float(prices.cluster.part(counts).num_devices) for counts in parts])
+    devices = np.array(parts, dtype=float) @ [group.node.devices for group in prices.cluster.groups]
     costs = _Costs(devices, np.zeros(len(parts)))
     return _front(prices, space, parts, costs, lambda plan: plan.layout.world_size, advance, deadline)
 
@@ -254,7 +263,9 @@ def _front(
             (max(plan.step_seconds, costs.seconds(part, cost_of(plan))) for plan in front), default=math.inf
         )
         among = bounds.near(part, space) if near else space
-        found = best_layouts(prices, among, counts=parts[part], upper=upper, deadline=deadline)
+        found = best_layouts(
+            prices, among, counts=parts[part], upper=upper, has_plan=bool(front), deadline=deadline
+        )
         counted.add(part, found)
         front = pareto_front([*front, *found.plans], cost_of)
         probed[part] = True
@@ -291,8 +302,13 @@ def _seconds(parts: Sequence[tuple[int, ...]]) -> _Costs:
 
 def _dollars(prices: ClusterPrices, parts: Sequence[tuple[int, ...]]) -> _Costs:
     """Dollars of a second on each part; 0 where a price is unknown."""
-    rates = [prices.cluster.part(counts).dollars_per_second or 0.0 for counts in parts]
-    return _Costs(np.zeros(len(parts)), np.array(rates))
+    rates, unknown = np.zeros(len(parts)), np.zeros(len(parts), dtype=bool)
+    for group, counts in zip(prices.cluster.groups, np.array(parts).T, strict=True):
+        if group.node.price is None:
+            unknown |= counts > 0
+        else:
+            rates = rates + counts * group.node.price.per_hour / 3600
+    return _Costs(np.zeros(len(parts)), np.where(unknown, 0.0, rates))
 
 
 def pareto_front(

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from osdp.cluster.cost.stage import ClusterPrices
 from osdp.cluster.cost.step import ROUNDING, StepFormula
-from osdp.cluster.plan import ParallelLayout, StageSlot
+from osdp.cluster.plan import LayerStrategy, ParallelLayout, StageSlot
 from osdp.cluster.search.bound import Place, mixed_room, places_of, split_numbers, stored_numbers
 from osdp.cluster.search.cell_orders import most_held_by_all
 from osdp.cluster.search.space import LayoutSpace, SlotGroups, schedules_of, stage_layouts
@@ -85,27 +85,33 @@ def bound_parts(prices: ClusterPrices, space: LayoutSpace, parts: Sequence[tuple
     seconds, best = np.full(len(counts), math.inf), np.zeros(len(counts), dtype=np.int64)
     plains = tuple(stage_layouts(prices.cluster, prices.workload, space))
     counts = counts * _may_hold(prices, counts)[:, None]
-    # 1. What each family takes if memory is ignored, and the parts that have it.
-    known: list[tuple[bool, int, float, int, _Family, Floats]] = []
+    # 1. What each family takes if memory is ignored. They are made twice: all at once would take much memory.
+    known: list[tuple[bool, int, float, int, int]] = []
     for index, plain in enumerate(plains):
-        for family in _families_of(prices, space, plain, counts):
-            without_memory = family.without_memory()
-            least = float(without_memory.min())
-            known.append((not family.on_nodes, plain.samples, least, index, family, without_memory))
+        for which, family in enumerate(_families_of(prices, space, plain, counts)):
+            least = float(family.without_memory().min())
+            known.append((not family.on_nodes, plain.samples, least, index, which))
     # 2. With memory, where that may be less than what others take; those on single nodes first. What does not
     # fit does not with microbatches of more samples either.
     impossible: dict[tuple[int, ...], NDArray[np.bool_]] = {}
-    for wide, *_, index, family, without_memory in sorted(known, key=lambda each: each[:4]):
+    for wide, _, _, index, which in sorted(known):
+        family = list(_families_of(prices, space, plains[index], counts))[which]
+        without_memory = family.without_memory()
         never = impossible.setdefault(family.stage, np.zeros(len(counts), dtype=bool))
         open_ones = np.flatnonzero((without_memory < seconds[family.rows]) & ~never[family.rows])
         if not len(open_ones):
             continue
         rows = family.rows[open_ones]
-        found = family.with_memory(open_ones, seconds[rows])
+        if any(space.shard_degrees):
+            # Groups that shard take more memory and less time than what is priced here.
+            found = without_memory[open_ones]
+        else:
+            found = family.with_memory(open_ones, seconds[rows])
         better = found < seconds[rows]
         instead = rows[better & (np.isinf(seconds[rows]) | (not wide))]
         seconds[rows[better]], best[instead] = found[better], index
-        never[rows[np.isinf(found)]] = True
+        if not (prices.profiles or prices.traced):  # Of what was measured, more may take less each.
+            never[rows[np.isinf(found)]] = True
     return PartBounds(seconds * (1 - ROUNDING), best, plains)
 
 
@@ -124,10 +130,11 @@ def _families_of(
         there &= np.isin(number, space.pp)
     stages = least = counts * (devices / size)
     if len(set(devices[possible].tolist())) > 1:
-        # Unlike nodes share their links unlike: left-over ones of a kind are in at most two stages with
-        # others, which hold no more than those on the nodes with the fewest devices.
+        # Unlike nodes share their links unlike: stages on left-over ones hold no more than those on the nodes
+        # with the fewest devices, of whatever kind these are.
         whole, rest = np.divmod(counts, np.maximum(size // devices, 1))
-        stages = np.where(devices % size == 0, stages, whole + np.minimum(rest, 2))
+        mixed = np.maximum((rest * devices).sum(axis=1, keepdims=True) // size, 2)
+        stages = np.where(devices % size == 0, stages, whole + np.minimum(rest, mixed))
         least = np.minimum(least, whole)
     for one in (False, True):
         rows = np.flatnonzero(there & ((number == 1) == one))
@@ -243,9 +250,14 @@ class _Family:
         # 2. Others have at least half as many as there are ranks, on all of them.
         if math.isfinite(self._shares[1]):
             rank = (number + 1) // 2 - 1
-            filled = self._bound(
-                held, stages, self._shares[1], lambda time: np.maximum(held.layers[:, rank, time], 0.0)
-            )
+            # Of two ranks the last one alone has the head, and the first holds more.
+            other = np.where(number == 2, 1, rank)
+
+            def most(time: Integers) -> Floats:
+                layers = held.layers
+                return np.maximum(np.maximum(layers[:, rank, time], layers[:, other, time]), 0.0)
+
+            filled = self._bound(held, stages, self._shares[1], most)
             found = np.minimum(found, filled)
         return found + end
 
@@ -267,10 +279,11 @@ class _Family:
         if ep > 1:
             # Some stage has such a share of all but the experts; which has that of these may be another.
             stored = np.full(2, split_numbers(stored, ep)[0])
+        plain = self._plain.with_strategy(LayerStrategy())
         ends = [
             self._prices.end_seconds(layout, place.hardware, stored[0] / pp, stored[1] / pp, math.inf)
             for place in places
-            for layout in place.layouts
+            for layout in (plain, *place.layouts)
         ]
         least: Floats = np.min(ends, axis=0)[index.reshape(-1)]
         return least

@@ -96,7 +96,7 @@ def check(devices: Cluster, load: Workload, space: LayoutSpace) -> float:
                 continue
             assert loose <= plan.step_seconds
             bound, tight = (lower_bound(prices, way, family.cells, tight=each) for each in (False, True))
-            assert bound <= tight <= plan.step_seconds
+            assert bound <= tight * (1 + 1e-12) and tight <= plan.step_seconds
             if way.schedule != "gpipe" and (plan.layout == way or plan.layout not in family.layouts):
                 found[plan.layout] = plan
     listed = sorted(plan.step_seconds for plan in found.values())

@@ -50,3 +50,9 @@ def test_ranks_that_do_not_exist_hold_nothing() -> None:
     """Parts of a cluster with more stages than the model has items."""
     of_all = most_held_by_all(np.ones((1, 2)), (3,), (1,))
     assert of_all[:3].tolist() == [0.0, 1.0, 2.0] and of_all[3] < 0
+
+
+def test_single_precision_keeps_what_ranks_behind_an_impossible_one_hold() -> None:
+    """Nodes that cannot hold the head, which is at the first of these ranks."""
+    possible = np.array([[-1, 5, 7], [3, 3, 3]], dtype=np.float32)
+    assert most_held_by_all(possible, (2, 1), (1, 1))[-1] == 3 + 5 + 7

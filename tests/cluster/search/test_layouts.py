@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from itertools import combinations, pairwise, permutations
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from osdp.cluster.cost.stage import ClusterPrices
 from osdp.cluster.cost.step import price
 from osdp.cluster.hardware import Cluster
 from osdp.cluster.plan import ClusterPlan, ParallelLayout, RecomputeLayers, StageSlot, Workload
+from osdp.cluster.search import layouts
 from osdp.cluster.search.bound import family_bound, lower_bound
 from osdp.cluster.search.infeasible import check_space
 from osdp.cluster.search.layouts import arrange, best_layouts, every_layout
@@ -259,3 +261,10 @@ def test_torchs_schedules_refuse_some_numbers_of_microbatches() -> None:
     assert best_layouts(seven, groups).plans
     with pytest.raises(ValueError, match=r"interleaved needs 2 equal groups of microbatches .* is 7"):
         check_space(seven, replace(groups, torch_schedules=True))
+
+
+def test_where_tight_bounds_are_too_large_the_loose_ones_find_the_same() -> None:
+    prices, space = ClusterPrices(MIXED, workload(6, global_batch=4)), LayoutSpace(samples=(1,))
+    tight = best_layouts(prices, space, top=3).plans
+    with mock.patch.object(layouts, "_MOST_MULTISETS", 0):
+        assert best_layouts(prices, space, top=3).plans == tight

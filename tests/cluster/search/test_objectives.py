@@ -7,8 +7,8 @@ import pytest
 
 from osdp.cluster.cost.stage import ClusterPrices
 from osdp.cluster.plan import ClusterPlan
-from osdp.cluster.search import objectives
-from osdp.cluster.search.layouts import best_layouts
+from osdp.cluster.search import objectives, placement
+from osdp.cluster.search.layouts import best_layouts, gap_of
 from osdp.cluster.search.objectives import Objective, PlannerGoal, best_plans, pareto, pareto_front, parts_of
 from osdp.cluster.search.space import LayoutSpace
 from osdp.search.deadline import Deadline
@@ -139,3 +139,24 @@ def test_good_layouts_of_many_parts_come_first_and_the_best_in_the_end(prices: C
 def expected_front(prices: ClusterPrices) -> list[ClusterPlan]:
     found = [best_layouts(prices, SPACE, counts=counts).plans for counts in parts_of(prices, True)]
     return pareto_front([plan for plans in found for plan in plans])
+
+
+@pytest.mark.parametrize("parts", [False, True])
+def test_a_limit_that_can_be_kept_is_kept_when_time_is_over(prices: ClusterPrices, parts: bool) -> None:
+    best = best_plans(prices, SPACE, PlannerGoal(parts=parts)).plans[0]
+    within = PlannerGoal(parts=parts, step_seconds=2 * best.step_seconds)
+    found = best_plans(prices, SPACE, within, deadline=OVER)
+    assert found.plans and found.plans[0].step_seconds <= 2 * best.step_seconds
+
+
+def test_what_is_left_open_on_all_nodes_is_in_dollars_where_these_count(prices: ClusterPrices) -> None:
+    with mock.patch.object(placement, "_MOST_STEPS", 0):  # not all orders are tried
+        found = best_plans(prices, SPACE, PlannerGoal(objective=Objective.COST))
+    plan = found.plans[0]
+    assert gap_of(found.unproven, dollars(plan)) == pytest.approx(plan.gap) and plan.gap < 1
+
+
+def test_rates_of_all_parts_are_those_of_each(prices: ClusterPrices) -> None:
+    parts = parts_of(prices, True)
+    each = [prices.cluster.part(counts).dollars_per_second for counts in parts]
+    assert objectives._dollars(prices, parts).rates.tolist() == pytest.approx(each, rel=1e-12)

@@ -14,7 +14,7 @@ from osdp.cluster.search.objectives import parts_of
 from osdp.cluster.search.part_bounds import bound_parts
 from osdp.cluster.search.space import LayoutSpace, families, stage_layouts
 from tests.cluster.search.test_bound import random_problem, with_experts
-from tests.helpers.clusters import cluster, shape
+from tests.helpers.clusters import FAST, GIB, cluster, node_type, shape, workload
 
 #: Layouts of the whole cluster up to which all of its parts are searched.
 _MOST = 80
@@ -117,3 +117,30 @@ def test_a_limit_on_stages_holds_for_parts() -> None:
     bounds = bound_parts(prices, LayoutSpace(pp=(3,)), parts).seconds
     divided = np.array([sum(counts) % 3 == 0 for counts in parts])
     assert np.isinf(bounds[~divided]).all() and np.isfinite(bounds[divided]).any()
+
+
+def test_of_two_interleaved_ranks_one_has_the_head() -> None:
+    weak = Gpu("weak", 2e11, 64 * GIB, 1e12)
+    prices = ClusterPrices(cluster((node_type(weak, 1), 2)), workload(6, global_batch=4, vocabulary=64000))
+    space = LayoutSpace(pp=(2,), samples=(1,), token_slices=(1,), schedules=("interleaved",))
+    assert check(prices, space)[0] == 1
+
+
+def test_groups_that_shard_within_nodes_are_bounded_too() -> None:
+    node = NodeType("node", FAST, 4, NetworkLink(2e11, 5e-6), NetworkLink(1e9, 2e-5))
+    prices = ClusterPrices(cluster((node, 2)), workload(4, global_batch=8))
+    space = LayoutSpace(
+        tp=(1,), pp=(1,), samples=(1,), token_slices=(1,), zero=(3,), recompute=(RecomputeLayers.NONE,),
+        shard_degrees=(4,),
+    )  # fmt: skip
+    assert check(prices, space)[0] == 1
+
+
+def test_token_slices_may_end_sooner_without_sharded_states() -> None:
+    node = NodeType("node", FAST, 1, NetworkLink(2e11, 5e-6), NetworkLink(2e8, 2e-5))
+    prices = ClusterPrices(cluster((node, 4)), replace(workload(4), whole_reductions=True))
+    space = LayoutSpace(
+        tp=(1,), pp=(2,), dp=(2,), samples=(1,), token_slices=(2,), zero=(0,), schedules=("1f1b",),
+        recompute=(RecomputeLayers.NONE,),
+    )  # fmt: skip
+    assert check(prices, space)[0] == 1
