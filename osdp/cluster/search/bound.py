@@ -30,7 +30,7 @@ from osdp.cluster.cost.links import SlotHardware
 from osdp.cluster.cost.mixed_runs import lower_hull
 from osdp.cluster.cost.stage import ClusterPrices
 from osdp.cluster.cost.step import ROUNDING, border_seconds, hidden_sends, step_formula, wrap_seconds
-from osdp.cluster.plan import ParallelLayout
+from osdp.cluster.plan import LayerStrategy, ParallelLayout
 from osdp.cluster.search.cell_orders import most_held
 from osdp.cluster.search.space import Family, SlotGroups
 from osdp.cluster.transformer import LAYERS, Item
@@ -148,15 +148,19 @@ def _least_sum(places: Sequence[Place], possible: Floats, layers: int, ends: int
     return seconds
 
 
-def places_of(prices: ClusterPrices, layout: ParallelLayout, cells: SlotGroups) -> list[Place]:
-    """The kinds of cells, priced for all strategies that a layout allows."""
+def places_of(
+    prices: ClusterPrices,
+    layout: ParallelLayout,
+    cells: SlotGroups,
+    strategies: Sequence[LayerStrategy] = (),
+) -> list[Place]:
+    """The kinds of cells, priced for some strategies, by default for all that a layout allows."""
     hardware_by_slot = {slot: prices.hardware(layout, slot) for slot in cells.slots}
     crossing = float(prices.border_bytes(layout)[1:-1].min())
     wrap = wrap_seconds(prices, layout, hardware_by_slot)
     shown = 1.0 - hidden_sends(prices.workload, layout)
-    layouts = tuple(
-        layout.with_strategy(strategy) for strategy in strategies_of(layout, flash=prices.workload.flash)
-    )
+    strategies = strategies or strategies_of(layout, flash=prices.workload.flash)
+    layouts = tuple(layout.with_strategy(strategy) for strategy in strategies)
     places = []
     for slot, count, stages in zip(cells.slots, cells.counts, cells.stages, strict=True):
         hardware = hardware_by_slot[slot]

@@ -169,7 +169,8 @@ def best_plans(
 
     # 1. Of many parts, good layouts first: of some, the families that are likely to have them.
     probes, probed = deadline.share(2), set[int]()
-    for number in range(_PROBES if len(order) > _MANY_PARTS else 0):
+    #    What is fastest is nearly the whole cluster, which the bounds tell.
+    for number in range(_PROBES if len(order) > _MANY_PARTS and costs is dollars else 0):
         most = value_of(best[0], goal) if best else math.inf
         open_ones = [part for part in order if part not in probed and least[part] < most]
         if not open_ones or probes.is_over:

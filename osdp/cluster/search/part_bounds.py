@@ -21,6 +21,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from osdp.cluster.cost.layer_runs import strategies_of
 from osdp.cluster.cost.stage import ClusterPrices
 from osdp.cluster.cost.step import ROUNDING, StepFormula
 from osdp.cluster.plan import LayerStrategy, ParallelLayout, StageSlot
@@ -85,33 +86,30 @@ def bound_parts(prices: ClusterPrices, space: LayoutSpace, parts: Sequence[tuple
     seconds, best = np.full(len(counts), math.inf), np.zeros(len(counts), dtype=np.int64)
     plains = tuple(stage_layouts(prices.cluster, prices.workload, space))
     counts = counts * _may_hold(prices, counts)[:, None]
-    # 1. What each family takes if memory is ignored. They are made twice: all at once would take much memory.
-    known: list[tuple[bool, int, float, int, int]] = []
-    for index, plain in enumerate(plains):
-        for which, family in enumerate(_families_of(prices, space, plain, counts)):
-            least = float(family.without_memory().min())
-            known.append((not family.on_nodes, plain.samples, least, index, which))
-    # 2. With memory, where that may be less than what others take; those on single nodes first. What does not
-    # fit does not with microbatches of more samples either.
+    # Those on single nodes first, whose bounds are tight, and of these microbatches of few samples, which
+    # take little memory: most others then need not be looked at. What does not fit does not with more samples
+    # either.
+    most = max(group.node.devices for group in prices.cluster.groups)
+    keys = [(plain.stage_ranks > most, plain.samples, plain.token_slices) for plain in plains]
     impossible: dict[tuple[int, ...], NDArray[np.bool_]] = {}
-    for wide, _, _, index, which in sorted(known):
-        family = list(_families_of(prices, space, plains[index], counts))[which]
-        without_memory = family.without_memory()
-        never = impossible.setdefault(family.stage, np.zeros(len(counts), dtype=bool))
-        open_ones = np.flatnonzero((without_memory < seconds[family.rows]) & ~never[family.rows])
-        if not len(open_ones):
-            continue
-        rows = family.rows[open_ones]
-        if any(space.shard_degrees):
-            # Groups that shard take more memory and less time than what is priced here.
-            found = without_memory[open_ones]
-        else:
-            found = family.with_memory(open_ones, seconds[rows])
-        better = found < seconds[rows]
-        instead = rows[better & (np.isinf(seconds[rows]) | (not wide))]
-        seconds[rows[better]], best[instead] = found[better], index
-        if not (prices.profiles or prices.traced):  # Of what was measured, more may take less each.
-            never[rows[np.isinf(found)]] = True
+    for index in sorted(range(len(plains)), key=keys.__getitem__):
+        for family in _families_of(prices, space, plains[index], counts):
+            without_memory = family.without_memory()
+            never = impossible.setdefault(family.stage, np.zeros(len(counts), dtype=bool))
+            open_ones = np.flatnonzero((without_memory < seconds[family.rows]) & ~never[family.rows])
+            if not len(open_ones):
+                continue
+            rows = family.rows[open_ones]
+            if any(space.shard_degrees):
+                # Groups that shard take more memory and less time than what is priced here.
+                found = without_memory[open_ones]
+            else:
+                found = family.with_memory(open_ones, seconds[rows])
+            better = found < seconds[rows]
+            instead = rows[better & (np.isinf(seconds[rows]) | family.on_nodes)]
+            seconds[rows[better]], best[instead] = found[better], index
+            if not (prices.profiles or prices.traced):  # Of what was measured, more may take less each.
+                never[rows[np.isinf(found)]] = True
     return PartBounds(seconds * (1 - ROUNDING), best, plains)
 
 
@@ -269,12 +267,18 @@ class _Family:
     def _places(self) -> list[Place]:
         """The kinds of nodes, priced for all strategies."""
         cells = SlotGroups(self._slots, (1,) * len(self._slots), tuple(slot.shares for slot in self._slots))
-        found = places_of(self._prices, self._plain, cells)
+        # ZeRO 1 takes no more memory than ZeRO 0, and as long until the end of a step.
+        strategies = tuple(
+            each
+            for each in strategies_of(self._plain, flash=self._prices.workload.flash)
+            if each.zero or self._plain.zero == 0
+        )
+        found = places_of(self._prices, self._plain, cells, strategies)
         return [replace(place, border=0.0, wrap=0.0) for place in found]
 
     def _end(self, places: Sequence[Place], number: Integers) -> Floats:
         """Minimum seconds of the end of a step with so many stages, for an even share of the parameters."""
-        pp, index = np.unique(number, return_inverse=True)
+        pp = np.arange(1, number.max() + 1)
         stored, ep = stored_numbers(self._prices, places[0]), self._plain.ep
         if ep > 1:
             # Some stage has such a share of all but the experts; which has that of these may be another.
@@ -285,7 +289,7 @@ class _Family:
             for place in places
             for layout in (plain, *place.layouts)
         ]
-        least: Floats = np.min(ends, axis=0)[index.reshape(-1)]
+        least: Floats = np.min(ends, axis=0)[number - 1]
         return least
 
     def _held(self, places: Sequence[Place], least: float) -> "_Held | None":
@@ -419,9 +423,10 @@ def _held_by_rank(held: Floats, stages: Floats) -> tuple[Floats, Integers]:
     Returns:
         Layers by set of kinds, number of ranks and time, ``(sets, pp + 1, T)``, and the set of each row.
     """
-    sets, index = np.unique(stages > 0, axis=0, return_inverse=True)
+    bits = 1 << np.arange(len(held))
+    sets, index = np.unique((stages > 0) @ bits, return_inverse=True)
     sums = np.zeros((len(sets), held.shape[1] + 1, held.shape[2]))
     possible = np.where(held < 0, _IMPOSSIBLE, held)
     for kinds, each in zip(sets, sums, strict=True):
-        np.cumsum(possible[kinds].max(axis=0), axis=0, out=each[1:])
+        np.cumsum(possible[kinds & bits > 0].max(axis=0), axis=0, out=each[1:])
     return sums, index.reshape(-1)
