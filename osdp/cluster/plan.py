@@ -379,7 +379,8 @@ class ClusterPlan(Savable):
         optimal: Whether the plan is proven optimal in its search space. Where strategies are chosen item by
             item, the space has one choice for each stage, that of :mod:`osdp.cluster.cost.mixed_runs`.
         gap: Maximum share of what was minimized that any plan of that space saves, where this one is the best
-            that was found and not proven optimal; otherwise 0.
+            that was found and not proven optimal; on a Pareto front that was not proven, the front's own
+            (:func:`osdp.cluster.search.objectives.pareto`); otherwise 0.
         spread: How far measurements may lie from what is predicted.
         measured_steps: Number of measured steps whose median the seconds are; 0 if they are predicted.
         version: Version of this format.

@@ -214,11 +214,11 @@ app.command("measure")(measure_layout)
 
 def _search(times: MeasuredTimes, space: LayoutSpace, goal: GoalOptions) -> SearchResult:
     """The best layouts by corrected times, or the Pareto front."""
-    deadline = Deadline.after(goal.search_seconds)
+    until = Deadline.after(goal.search_seconds)
     if goal.pareto:
-        return pareto(times.prices, space, _progress("parts"), deadline=deadline)
+        return pareto(times.prices, space, _progress("parts"), deadline=until)
     sought, what = goal.goal(), "parts" if goal.parts else "layouts"
-    found = best_plans(times.prices, space, times.wider(sought), _progress(what), deadline)
+    found = best_plans(times.prices, space, times.wider(sought), _progress(what), until)
     return times.ranked(found, space, sought)
 
 
@@ -229,23 +229,22 @@ def _proof(found: SearchResult, goal: GoalOptions, *, certain: bool) -> str:
         f"{found.candidates:,} layouts with {found.placements:,} placements{on}; {found.arranged:,} of them "
         "were cut and placed, "
     )
-    # Rounded up to what is printed.
-    gap, none = math.ceil(found.plans[0].gap * 1000) / 1000, f"none{' that is certain to fit' * certain}"
+    gap = math.ceil(found.plans[0].gap * 1000) / 1000  # rounded up to what is printed
+    which = " that is certain to fit" * certain
     if goal.pareto and gap:
-        none = f"each{' that is certain to fit' * certain}"
-        found_out = f"{none} undercuts some row by at most {gap:.1%}, in time and in cost"
+        proven = f"no layout{which} undercuts all rows by more than {gap:.1%} in time or in cost"
     elif goal.pareto:
-        found_out = f"{none} undercuts a row in time and in cost"
+        proven = f"no layout{which} undercuts a row in both time and cost"
     elif gap:
         what = "cost" if goal.objective == Objective.COST else "time"
-        found_out = f"{none} saves more than {gap:.1%} of the {what} of the first row"
+        proven = f"no layout{which} saves more than {gap:.1%} of the {what} of the first row"
     else:
-        found_out = f"{none} is better than the first row"
+        proven = f"no layout{which} is better than the first row"
     limited = (
-        f", as far as the orders of nodes that are tried, in {format_seconds(goal.search_seconds)} "
-        "(--search-seconds), could tell"
+        f"; not all layouts or orders of the nodes were tried in {format_seconds(goal.search_seconds)} "
+        "(--search-seconds)"
     ) * (gap > 0)
-    return f"{said}{found_out}{limited}"
+    return f"{said}{proven}{limited}"
 
 
 def _require_consistent(request: ClusterRequest, goal: GoalOptions, outputs: OutputFiles) -> None:

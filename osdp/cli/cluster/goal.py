@@ -20,7 +20,7 @@ _UNIT_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 24 * 3600}
 
 @dataclass(frozen=True, kw_only=True)
 class GoalOptions:
-    """Options of the objective, its limits, and the number of layouts to list."""
+    """Options of the objective, its limits, the time of the search, and the number of layouts to list."""
 
     objective: Annotated[
         str, Option(help="time, cost, or pareto: the front of both over all parts of the cluster")

@@ -86,10 +86,10 @@ def lower_bound(
             :attr:`osdp.cluster.search.space.SlotGroups.num_multisets`.
     """
     places = places_of(prices, layout, cells)
-    held = np.array(layout.in_flight)
+    in_flight = np.array(layout.in_flight)
     layers = sum(item in LAYERS for item in prices.items)
     ends = len(prices.items) - layers
-    room = (mixed_room if layout.by_item else _uniform_room)(prices, places, held, layers)
+    room = (mixed_room if layout.by_item else _uniform_room)(prices, places, in_flight, layers)
     # 1. The slowest stage.
     stages = np.array([place.stages for place in places])
     first = _first(room, lambda possible: _hold(possible, stages, layers, ends), 0)
@@ -118,7 +118,7 @@ def lower_bound(
     return bound * (1 - ROUNDING)
 
 
-def _first(room: "_Room", holds: Callable[[Floats], bool], start: int) -> int:
+def _first(room: "StageRoom", holds: Callable[[Floats], bool], start: int) -> int:
     """Index of the first time, from ``start``, at which all layers are held; their number if none is enough.
 
     ``holds`` is monotonic in the time, and takes what is possible within it.
@@ -202,7 +202,7 @@ def family_bound(prices: ClusterPrices, family: Family) -> float:
     return formula.seconds(slowest, max(total, slowest), 0.0) * (1 - ROUNDING)
 
 
-def _free_bytes(prices: ClusterPrices, place: Place, strategy: int, held: Floats) -> Floats:
+def _free_bytes(prices: ClusterPrices, place: Place, strategy: int, in_flight: Floats) -> Floats:
     """Maximum bytes left for layers at each pipeline rank with one strategy for all items; ``(pp,)``.
 
     Buffers of transfers between stages and of the optimizer step are left out, so that this is an upper
@@ -212,22 +212,22 @@ def _free_bytes(prices: ClusterPrices, place: Place, strategy: int, held: Floats
     each = float(sum(prices.parameter_bytes(layout.strategy, layout, np.ones(()), np.ones(()))))
     # The minimum over all items, because a stage may consist of one end of the chain alone.
     working = min(prices.working_bytes(layout, item) for item in items.values())
-    free = np.full(len(held), float(place.hardware.limit - prices.reserve(layout)) - working)
-    for rank, item, number in ((0, Item.EMBEDDING, held[0]), (-1, Item.HEAD, layout.head_in_flight)):
+    free = np.full(len(in_flight), float(place.hardware.limit - prices.reserve(layout)) - working)
+    for rank, item, number in ((0, Item.EMBEDDING, in_flight[0]), (-1, Item.HEAD, layout.head_in_flight)):
         free[rank] -= items[item].parameters * each + items[item].kept * number
-    if len(held) == 1:
+    if len(in_flight) == 1:
         free += prices.workload.shape.tied_copies * prices.tied_numbers(layout) * each
     return free
 
 
-def _layer_bytes(prices: ClusterPrices, place: Place, strategy: int, held: Floats) -> Floats:
+def _layer_bytes(prices: ClusterPrices, place: Place, strategy: int, in_flight: Floats) -> Floats:
     """Minimum bytes of a layer at each pipeline rank with one strategy; shape ``(pp,)``."""
     layout, items = place.layouts[strategy], place.priced[strategy]
     layers = [items[item] for item in LAYERS if item in items]
     stored = min(
         float(sum(prices.parameter_bytes(layout.strategy, layout, *_numbers_of(layer)))) for layer in layers
     )
-    taken: Floats = stored + min(layer.kept for layer in layers) * held
+    taken: Floats = stored + min(layer.kept for layer in layers) * in_flight
     return taken
 
 
@@ -235,14 +235,15 @@ def _numbers_of(item: ItemPrices) -> tuple[Floats, Floats]:
     return np.array(float(item.parameters)), np.array(float(item.undivided))
 
 
-def _max_layers(prices: ClusterPrices, place: Place, held: Floats) -> Floats:
+def _max_layers(prices: ClusterPrices, place: Place, in_flight: Floats) -> Floats:
     """Maximum number of layers that fit at each pipeline rank; shape ``(pp,)``."""
-    room: Floats = np.floor(_free_bytes(prices, place, 0, held) / _layer_bytes(prices, place, 0, held))
+    free, each = _free_bytes(prices, place, 0, in_flight), _layer_bytes(prices, place, 0, in_flight)
+    room: Floats = np.floor(free / each)
     return room
 
 
 @dataclass(frozen=True)
-class _Room:
+class StageRoom:
     """How many layers stages hold within a time.
 
     Attributes:
@@ -255,31 +256,31 @@ class _Room:
     possible: Callable[[float], Floats]
 
 
-def mixed_room(prices: ClusterPrices, places: Sequence[Place], held: Floats, layers: int) -> _Room:
+def mixed_room(prices: ClusterPrices, places: Sequence[Place], in_flight: Floats, layers: int) -> StageRoom:
     """Room for layers whose strategies are chosen item by item.
 
     Args:
         prices: Costs of the workload on the cluster.
         places: The kinds of cells.
-        held: Microbatches in flight by pipeline rank, shape ``(pp,)``.
+        in_flight: Microbatches in flight by pipeline rank, shape ``(pp,)``.
         layers: Number of layers.
     """
     # tables[p, r, n]: minimum seconds of a stage with n layers in a cell of kind p at pipeline rank r. The
     # memory left for n layers allows each of them a share, at which the hull gives the minimum seconds.
-    last, numbers = len(held) - 1, np.arange(1, layers + 1)
-    tables = np.full((len(places), len(held), layers + 1), math.inf)
+    last, numbers = len(in_flight) - 1, np.arange(1, layers + 1)
+    tables = np.full((len(places), len(in_flight), layers + 1), math.inf)
     for place, table in zip(places, tables, strict=True):
         strategies = range(len(place.layouts))
         free = np.max(
-            [_free_bytes(prices, place, strategy, held) for strategy in strategies], axis=0
+            [_free_bytes(prices, place, strategy, in_flight) for strategy in strategies], axis=0
         )  # (pp,)
         taken = np.array(
-            [_layer_bytes(prices, place, strategy, held) for strategy in strategies]
+            [_layer_bytes(prices, place, strategy, in_flight) for strategy in strategies]
         )  # (strategies, pp)
         layer = np.array(
             [min(items[item].seconds for item in LAYERS if item in items) for items in place.priced]
         )  # (strategies,)
-        for rank in range(len(held)):
+        for rank in range(len(in_flight)):
             hull = lower_hull(taken[:, rank], layer)
             there = np.maximum(free[rank], 0.0) / numbers * (1 + ROUNDING) + ROUNDING
             seconds = np.interp(there, taken[hull, rank], layer[hull], left=math.inf)
@@ -293,13 +294,15 @@ def mixed_room(prices: ClusterPrices, places: Sequence[Place], held: Floats, lay
         within: Floats = (tables <= pace).sum(axis=2) - 1.0
         return within
 
-    return _Room(np.unique(tables[np.isfinite(tables)]), possible)
+    return StageRoom(np.unique(tables[np.isfinite(tables)]), possible)
 
 
-def _uniform_room(prices: ClusterPrices, places: Sequence[Place], held: Floats, layers: int) -> _Room:
+def _uniform_room(
+    prices: ClusterPrices, places: Sequence[Place], in_flight: Floats, layers: int
+) -> StageRoom:
     """Room for layers with one strategy; arguments as for :func:`mixed_room`."""
-    pp = len(held)
-    fitting = np.array([_max_layers(prices, place, held) for place in places])  # (kinds, pp)
+    pp = len(in_flight)
+    fitting = np.array([_max_layers(prices, place, in_flight) for place in places])  # (kinds, pp)
     # 1. Seconds of each stage without layers, (kinds, pp): the first, any middle and the last rank differ.
     extra = np.array([[place.extra(rank, pp - 1) for rank in (0, 1, pp - 1)] for place in places])
     positions = np.ones(pp, dtype=int)
@@ -316,7 +319,7 @@ def _uniform_room(prices: ClusterPrices, places: Sequence[Place], held: Floats, 
         most: Floats = np.minimum(within, fitting)
         return most
 
-    return _Room(np.unique(np.concatenate([times.ravel() for times in found])), possible)
+    return StageRoom(np.unique(np.concatenate([times.ravel() for times in found])), possible)
 
 
 def _hold(possible: Floats, stages: NDArray[np.int64], layers: int, ends: int) -> bool:

@@ -18,7 +18,7 @@ Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
 
 #: Layers of a stage that cannot be: fewer than any number that others could make up for.
-_IMPOSSIBLE = -(10.0**9)
+IMPOSSIBLE = -(10.0**9)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +62,8 @@ def most_held_by_all(possible: Floats, counts: tuple[int, ...], stages: tuple[in
     # What a cell holds whose first stage is at a rank; single precision would lose the layers of all ranks
     # behind one that cannot be.
     sums = np.zeros((kinds, pp + 1, *others))
-    np.cumsum(np.where(possible < 0, _IMPOSSIBLE, possible), axis=1, out=sums[:, 1:])
-    held = np.full((kinds, pp, *others), _IMPOSSIBLE, dtype=possible.dtype)
+    np.cumsum(np.where(possible < 0, IMPOSSIBLE, possible), axis=1, out=sums[:, 1:])
+    held = np.full((kinds, pp, *others), IMPOSSIBLE, dtype=possible.dtype)
     for kind, number in enumerate(stages):
         held[kind, : max(pp + 1 - number, 0)] = sums[kind, number:] - sums[kind, : max(pp + 1 - number, 0)]
     most = np.full((math.prod(count + 1 for count in counts) + 1, *others), -np.inf, dtype=possible.dtype)
@@ -72,7 +72,7 @@ def most_held_by_all(possible: Floats, counts: tuple[int, ...], stages: tuple[in
     for level in _levels(counts, stages):
         rank = np.minimum(level.rank, pp - 1)
         found = (most[level.before] + held[each, rank]).max(axis=0)
-        found[(level.rank >= pp).all(axis=0)] = _IMPOSSIBLE
+        found[(level.rank >= pp).all(axis=0)] = IMPOSSIBLE
         most[level.index] = found
     return most[:-1]
 

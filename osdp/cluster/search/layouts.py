@@ -1,12 +1,13 @@
 """Best layouts of a transformer on a cluster, proven optimal: branch and bound over the space of layouts.
 
 1. Each family of layouts gets a loose lower bound, each layout of a promising family a better one, and each
-   promising layout on several kinds of nodes a tight one (:mod:`osdp.cluster.search.bound`).
+   promising layout on several kinds of nodes, if not on too many, a tight one
+   (:mod:`osdp.cluster.search.bound`).
 2. In the order of these bounds, layouts are arranged exactly: cut into stages and placed on the cluster
    (:mod:`osdp.cluster.search.placement`).
 3. The search ends when the next bound is no better than the worst of the ``top`` layouts found: no remaining
    layout can be better, which is the proof. Where nodes are of so many kinds that not every order of them is
-   searched, the tight bounds of the layouts tell how much better another order might be.
+   searched, the bounds of the layouts tell how much better another order might be.
 
 A schedule that is no better than another allowed one (GPipe, than 1F1B) is skipped. A layout whose
 strategies are chosen item by item is arranged with the stages that :mod:`osdp.cluster.cost.mixed_runs` makes
@@ -53,9 +54,10 @@ class SearchResult:
         plans: The best layouts that fit, best first; each with its best stages and placement.
         candidates: Number of layouts in the space.
         placements: Number of layouts times the distinct orders of their cells.
-        arranged: Number of layouts that were cut and placed; all others are proven not to be better.
-        unproven: What no layout is below that the search has left open, in seconds, or in dollars where these
-            are minimized; infinite if it has left none open.
+        arranged: Number of layouts that were cut and placed; of the others none is below ``unproven``.
+        unproven: Lower bound of all layouts that the search has left open, in seconds, or in dollars where
+            these are minimized; infinite if it has left none open, and for a front, which has no single
+            bound.
         parts: Number of parts of the cluster that were searched.
     """
 
@@ -86,7 +88,8 @@ def best_layouts(
         counts: Number of nodes of each kind, all of which are used; those of the cluster if ``None``.
         top: Number of layouts to return.
         upper: Step seconds; layouts that are not faster are of no interest.
-        has_plan: Whether another search has found a layout within all limits.
+        has_plan: Whether another search has found a layout within all limits, so that this one may end
+            without any.
         deadline: When the search ends, if it or the other one has found a layout.
         advance: Progress callback, called with the number of layouts done and of all layouts to do so far.
 
@@ -112,7 +115,7 @@ def best_layouts(
             break
         family = known[index]
         if number < 0:
-            # A family whose loose bound is promising: replace it by its layouts with their tight bounds.
+            # A family whose loose bound is promising: replace it by its layouts with bounds of their own.
             there = {layout.schedule for layout in family.layouts}
             for number, layout in enumerate(family.layouts):
                 if layout.schedule_kind.no_better_than not in there:

@@ -3,8 +3,8 @@
 On a part of the cluster that costs *r* dollars per second, a step of *t* seconds costs *r t*. The fastest
 layout on a part is therefore also the cheapest on it, and the best layouts of every part are enough for all
 objectives. Parts are searched in the order of their lower bounds (:mod:`osdp.cluster.search.part_bounds`),
-until no other can improve on the plans that are known, or a deadline has passed: the bounds then tell by how
-much another layout might.
+until no other can improve on the plans that are known, or the search's time is over: the bounds then tell by
+how much another layout might.
 """
 
 import math
@@ -81,6 +81,10 @@ class _Costs:
         known = np.isfinite(seconds)
         return np.where(known, self.fixed + self.rates * np.where(known, seconds, 0.0), math.inf)
 
+    def of_part(self, part: int, seconds: float) -> float:
+        """Cost of a step on one part; infinite where the seconds are."""
+        return float(self.fixed[part] + self.rates[part] * seconds) if math.isfinite(seconds) else math.inf
+
     def seconds(self, part: int, cost: float) -> float:
         """Seconds in which a step on a part costs so much; infinite if it always costs less."""
         rate, left = float(self.rates[part]), cost - float(self.fixed[part])
@@ -109,6 +113,15 @@ class _Counted:
         return SearchResult(plans, candidates, placements, self._arranged, unproven, len(self._layouts))
 
 
+def _limits(goal: PlannerGoal, dollars: _Costs) -> list[float]:
+    """Seconds of a step on each part within the limits of a goal, which are inclusive."""
+    # Rounding must not exclude a layout that takes exactly the limit.
+    return [
+        min(goal.step_seconds, dollars.seconds(part, goal.step_dollars)) * (1 + ROUNDING)
+        for part in range(len(dollars.rates))
+    ]
+
+
 def best_plans(
     prices: ClusterPrices,
     space: LayoutSpace,
@@ -116,7 +129,7 @@ def best_plans(
     advance: Callable[[int, int], None] | None = None,
     deadline: Deadline = NO_DEADLINE,
 ) -> SearchResult:
-    """Best layouts for an objective, proven optimal in the space and, if asked for, over all parts.
+    """Best layouts for an objective on the cluster or all of its parts, proven optimal or to within a gap.
 
     Args:
         prices: Costs of the workload on the cluster.
@@ -124,7 +137,7 @@ def best_plans(
         goal: Objective and limits.
         advance: Progress callback, called with the number of parts done and of all parts; if there is only
             one part, with the numbers of its layouts.
-        deadline: When the search ends, if it has found a layout; how much better others may be is then said.
+        deadline: When the search ends, if it has found a layout; the first plan's ``gap`` is what stays open.
 
     Raises:
         ValueError: The price of a node is needed and unknown.
@@ -133,24 +146,21 @@ def best_plans(
         require_prices(prices)
     parts = parts_of(prices, goal.parts)
     dollars = _dollars(prices, parts)
-
-    def limit(part: int) -> float:
-        # Limits are inclusive: rounding must not exclude a layout that takes exactly the limit.
-        within = dollars.seconds(part, goal.step_dollars) if goal.step_dollars < math.inf else math.inf
-        return min(goal.step_seconds, within) * (1 + ROUNDING)
-
+    limits = _limits(goal, dollars)
     costs = dollars if goal.objective is Objective.COST else _seconds(parts)
     if len(parts) == 1:
-        whole = best_layouts(prices, space, top=goal.top, upper=limit(0), deadline=deadline, advance=advance)
-        return replace(whole, unproven=float(costs.of(np.array([whole.unproven]))[0]))
+        whole = best_layouts(prices, space, top=goal.top, upper=limits[0], deadline=deadline, advance=advance)
+        return replace(whole, unproven=costs.of_part(0, whole.unproven))
     bounds = bound_parts(prices, space, parts)
     least = costs.of(bounds.seconds)
-    order = [part for part in np.argsort(least, kind="stable").tolist() if bounds.seconds[part] < limit(part)]
+    by_bound = np.argsort(least, kind="stable").tolist()
+    order = [part for part in by_bound if bounds.seconds[part] < limits[part]]
     best: list[ClusterPlan] = []
     counted = _Counted()
 
     def search(part: int, among: LayoutSpace) -> float:
-        upper = limit(part)
+        """Search a part; returns a lower bound on the seconds of what is left open there."""
+        upper = limits[part]
         if len(best) == goal.top:
             upper = min(upper, costs.seconds(part, value_of(best[-1], goal)))
         found = best_layouts(
@@ -168,12 +178,12 @@ def best_plans(
         return max(found.unproven, float(bounds.seconds[part]))
 
     # 1. Of many parts, good layouts first: of some, the families that are likely to have them.
-    probes, probed = deadline.share(2), set[int]()
+    until, probed = deadline.share(2), set[int]()
     #    What is fastest is nearly the whole cluster, which the bounds tell.
     for number in range(_PROBES if len(order) > _MANY_PARTS and costs is dollars else 0):
         most = value_of(best[0], goal) if best else math.inf
         open_ones = [part for part in order if part not in probed and least[part] < most]
-        if not open_ones or probes.is_over:
+        if not open_ones or until.is_over:
             break
         part = open_ones[int(number * _GOLDEN % 1 * len(open_ones))]
         probed.add(part)
@@ -186,8 +196,7 @@ def best_plans(
         if best and deadline.is_over:
             unproven = min(unproven, float(least[part]))
             break
-        left = np.full(len(parts), search(part, space))
-        unproven = min(unproven, float(costs.of(left)[part]))
+        unproven = min(unproven, costs.of_part(part, search(part, space)))
         if advance is not None:
             advance(done + 1, len(order))
     gap = gap_of(unproven, value_of(best[0], goal)) if best else 0.0

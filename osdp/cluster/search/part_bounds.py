@@ -26,7 +26,7 @@ from osdp.cluster.cost.stage import ClusterPrices
 from osdp.cluster.cost.step import ROUNDING, StepFormula
 from osdp.cluster.plan import LayerStrategy, ParallelLayout, StageSlot
 from osdp.cluster.search.bound import Place, mixed_room, places_of, split_numbers, stored_numbers
-from osdp.cluster.search.cell_orders import most_held_by_all
+from osdp.cluster.search.cell_orders import IMPOSSIBLE, most_held_by_all
 from osdp.cluster.search.space import LayoutSpace, SlotGroups, schedules_of, stage_layouts
 from osdp.cluster.transformer import LAYERS
 from osdp.plan.dims import ParallelDims
@@ -37,12 +37,10 @@ Integers = NDArray[np.int64]
 
 #: Points of the grid of times, in equal ratios, and the largest of these to the smallest.
 _TIMES, _RANGE = 96, 16.0
-#: Multisets of nodes up to which orders are told apart.
-_MOST_MULTISETS = 20_000
+#: Multisets of nodes up to which orders are told apart, each for all times of the grid.
+_MOST_ORDERED = 20_000
 #: Points after the first possible one between which a slower pace is weighed against a smaller sum.
 _SLOWER = (0, 1, 2, 4, 8, 16)
-#: Layers of a stage that cannot be: fewer than any number that others could make up for.
-_IMPOSSIBLE = -(10.0**9)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +93,7 @@ def bound_parts(prices: ClusterPrices, space: LayoutSpace, parts: Sequence[tuple
     for index in sorted(range(len(plains)), key=keys.__getitem__):
         for family in _families_of(prices, space, plains[index], counts):
             without_memory = family.without_memory()
-            never = impossible.setdefault(family.stage, np.zeros(len(counts), dtype=bool))
+            never = impossible.setdefault(family.key, np.zeros(len(counts), dtype=bool))
             open_ones = np.flatnonzero((without_memory < seconds[family.rows]) & ~never[family.rows])
             if not len(open_ones):
                 continue
@@ -115,31 +113,33 @@ def bound_parts(prices: ClusterPrices, space: LayoutSpace, parts: Sequence[tuple
 
 def _families_of(
     prices: ClusterPrices, space: LayoutSpace, plain: ParallelLayout, counts: Integers
-) -> "Iterator[_Family]":
+) -> "Iterator[_SharedFamily]":
     """The families with the stages of a plain layout: of pipelines, and of single stages."""
     devices = np.array([group.node.devices for group in prices.cluster.groups])  # (kinds,)
     size = plain.stage_ranks
     possible = (devices % plain.degrees.tp == 0) & ((devices % size == 0) | (size % devices == 0))
     world = counts @ devices  # (parts,)
-    number = world // size
-    there = (world % size == 0) & (number <= len(prices.items)) & (number > 0)
+    pp = world // size
+    there = (world % size == 0) & (pp <= len(prices.items)) & (pp > 0)
     there &= ~counts[:, ~possible].any(axis=1)
     if space.pp:
-        there &= np.isin(number, space.pp)
-    stages = least = counts * (devices / size)
+        there &= np.isin(pp, space.pp)
+    stages = fewest = counts * (devices / size)
     if len(set(devices[possible].tolist())) > 1:
         # Unlike nodes share their links unlike: stages on left-over ones hold no more than those on the nodes
         # with the fewest devices, of whatever kind these are.
         whole, rest = np.divmod(counts, np.maximum(size // devices, 1))
         mixed = np.maximum((rest * devices).sum(axis=1, keepdims=True) // size, 2)
         stages = np.where(devices % size == 0, stages, whole + np.minimum(rest, mixed))
-        least = np.minimum(least, whole)
+        fewest = np.minimum(fewest, whole)
     for one in (False, True):
-        rows = np.flatnonzero(there & ((number == 1) == one))
+        rows = np.flatnonzero(there & ((pp == 1) == one))
         if len(rows) and not (one and plain.token_slices > 1):
-            degrees = ParallelDims(int(number[rows].max()), plain.degrees.dp, plain.degrees.tp)
+            degrees = ParallelDims(int(pp[rows].max()), plain.degrees.dp, plain.degrees.tp)
             layout = replace(plain, degrees=degrees)
-            yield _Family(prices, space, layout, rows, counts[rows], stages[rows], least[rows], number[rows])
+            yield _SharedFamily(
+                prices, space, layout, rows, counts[rows], stages[rows], fewest[rows], pp[rows]
+            )
 
 
 def _bubble_shares(space: LayoutSpace, plain: ParallelLayout) -> tuple[float, float]:
@@ -162,8 +162,8 @@ def _may_hold(prices: ClusterPrices, counts: Integers) -> NDArray[np.bool_]:
     return enough
 
 
-class _Family:
-    """The layouts with the stages of a plain layout, on all parts that have them.
+class _SharedFamily:
+    """A family of layouts on all parts that have it; each part has as many stages as its devices make.
 
     Attributes:
         rows: Indices of these parts.
@@ -177,8 +177,8 @@ class _Family:
         rows: Integers,
         nodes: Integers,
         stages: Floats,
-        least: Floats,
-        number: Integers,
+        fewest: Floats,
+        pp: Integers,
     ) -> None:
         """Price the stages.
 
@@ -189,16 +189,17 @@ class _Family:
             rows: Indices of the parts.
             nodes: Number of nodes of each kind, shape ``(rows, kinds)``.
             stages: The most stages that may be on nodes of each kind, and parts of stages; ``(rows, kinds)``.
-            least: The fewest of them that are, shape ``(rows, kinds)``.
-            number: Number of stages, shape ``(rows,)``.
+            fewest: The fewest of them that are, shape ``(rows, kinds)``.
+            pp: Number of stages, shape ``(rows,)``.
         """
         kinds = np.flatnonzero(stages.any(axis=0))
         self.rows, self._prices, self._plain = rows, prices, _relaxed(space, plain)
-        self._nodes, self._stages, self._number = nodes[:, kinds], stages[:, kinds], number
+        self._nodes, self._pp = nodes[:, kinds], pp
         self._slots = tuple(_slot(prices, plain, int(kind)) for kind in kinds)
         self._layers = sum(item in LAYERS for item in prices.items)
         # Every stage has an item.
-        self._least = np.maximum(least[:, kinds] - (len(prices.items) - self._layers), 0.0)
+        least_layers = np.maximum(fewest[:, kinds] - (len(prices.items) - self._layers), 0.0)
+        self._stages = _Stages(stages[:, kinds], least_layers)
         self._shares = _bubble_shares(space, plain)
         # Neither recomputation nor ZeRO makes anything faster but the end of a step.
         items = [prices.item_prices(plain, slot) for slot in self._slots]
@@ -210,46 +211,46 @@ class _Family:
         self._others = sum(best[item] for item in prices.items if item not in LAYERS)
 
     @property
-    def stage(self) -> tuple[int, ...]:
-        """What it shares with families that differ in the samples of a microbatch."""
+    def key(self) -> tuple[int, ...]:
+        """Degrees and token slices: what families share that differ in the samples of a microbatch."""
         plain = self._plain
         several = int(plain.degrees.pp > 1)
         return several, plain.degrees.tp, plain.degrees.dp, plain.cp, plain.ep, plain.token_slices
 
     def without_memory(self) -> Floats:
         """Bounds of all rows where memory is ignored."""
-        return self._seconds(min(self._shares), self._even(self._stages), self._fastest)
+        return self._seconds(min(self._shares), self._even(self._stages.most), self._fastest)
 
     def with_memory(self, chosen: Integers, known: Floats) -> Floats:
         """Bounds of the chosen ones of its rows; no higher than necessary above those that are ``known``."""
-        number, stages = self._number[chosen], (self._stages[chosen], self._least[chosen])
+        pp, stages = self._pp[chosen], self._stages.of(chosen)
         places = self._places()
-        held = self._held(places, float(self._even(stages[0]).min()))
+        held = self._held(places, float(self._even(stages.most).min()))
         if held is None:
             return np.full(len(chosen), math.inf)
-        end = self._end(places, number)
+        end = self._end(places, pp)
         known = known - end
         # 1. Schedules that begin with a microbatch for each later rank: in any order of the cells.
         found = np.full(len(chosen), math.inf)
         if math.isfinite(self._shares[0]):
-            by_rank, kinds = _held_by_rank(held.layers, stages[0])
+            by_rank, kinds = _held_by_rank(held.layers, stages.most)
             by_kind = np.maximum(held.layers.max(axis=1), 0.0)  # (kinds, T)
             found = self._bound(
                 held, stages, self._shares[0], lambda time: by_kind[:, time],
-                lambda time: by_rank[kinds, number, time],
+                lambda time: by_rank[kinds, pp, time],
             )  # fmt: skip
             near = np.flatnonzero(found < known)
             if len(near) and self._is_ordered:
                 ordered, index = self._held_in_order(held.layers, self._nodes[chosen[near]])
                 found[near] = self._bound(
-                    held, (stages[0][near], stages[1][near]), self._shares[0], lambda time: by_kind[:, time],
+                    held, stages.of(near), self._shares[0], lambda time: by_kind[:, time],
                     lambda time: ordered[index, time],
                 )  # fmt: skip
         # 2. Others have at least half as many as there are ranks, on all of them.
         if math.isfinite(self._shares[1]):
-            rank = (number + 1) // 2 - 1
+            rank = (pp + 1) // 2 - 1
             # Of two ranks the last one alone has the head, and the first holds more.
-            other = np.where(number == 2, 1, rank)
+            other = np.where(pp == 2, 1, rank)
 
             def most(time: Integers) -> Floats:
                 layers = held.layers
@@ -276,20 +277,20 @@ class _Family:
         found = places_of(self._prices, self._plain, cells, strategies)
         return [replace(place, border=0.0, wrap=0.0) for place in found]
 
-    def _end(self, places: Sequence[Place], number: Integers) -> Floats:
+    def _end(self, places: Sequence[Place], pp: Integers) -> Floats:
         """Minimum seconds of the end of a step with so many stages, for an even share of the parameters."""
-        pp = np.arange(1, number.max() + 1)
+        each = np.arange(1, pp.max() + 1)
         stored, ep = stored_numbers(self._prices, places[0]), self._plain.ep
         if ep > 1:
             # Some stage has such a share of all but the experts; which has that of these may be another.
             stored = np.full(2, split_numbers(stored, ep)[0])
         plain = self._plain.with_strategy(LayerStrategy())
         ends = [
-            self._prices.end_seconds(layout, place.hardware, stored[0] / pp, stored[1] / pp, math.inf)
+            self._prices.end_seconds(layout, place.hardware, stored[0] / each, stored[1] / each, math.inf)
             for place in places
             for layout in (plain, *place.layouts)
         ]
-        least: Floats = np.min(ends, axis=0)[number - 1]
+        least: Floats = np.min(ends, axis=0)[pp - 1]
         return least
 
     def _held(self, places: Sequence[Place], least: float) -> "_Held | None":
@@ -313,7 +314,7 @@ class _Family:
     def _is_ordered(self) -> bool:
         """Whether orders of the cells can be told: of stages on single nodes, unless these are too many."""
         several = self.on_nodes and len(self._slots) > 1
-        return several and math.prod(self._nodes.max(axis=0) + 1) <= _MOST_MULTISETS
+        return several and math.prod(self._nodes.max(axis=0) + 1) <= _MOST_ORDERED
 
     def _held_in_order(self, layers: Floats, nodes: Integers) -> tuple[Floats, Integers]:
         """The most layers of every multiset of nodes, by time, and that of each row."""
@@ -324,7 +325,7 @@ class _Family:
     def _bound(
         self,
         held: "_Held",
-        stages: tuple[Floats, Floats],
+        stages: "_Stages",
         share: float,
         most: Callable[[Integers], Floats],
         together: Callable[[Integers], Floats] | None = None,
@@ -333,14 +334,14 @@ class _Family:
 
         Args:
             held: What stages hold.
-            stages: The most stages of each kind, and the fewest layers that they hold, ``(rows, kinds)``.
+            stages: Stages of these rows.
             share: Share of the bubble.
             most: Function from a time of each row to the maximum layers of a stage, ``(kinds, rows)``.
             together: Function from them to the maximum layers of all stages, ``(rows,)``.
         """
         last = len(held.earliest) - 1
         # 1. The first time at which all layers are held.
-        low, high = np.zeros(len(stages[0]), dtype=np.int64), np.full(len(stages[0]), last + 1)
+        low, high = np.zeros(len(stages.most), dtype=np.int64), np.full(len(stages.most), last + 1)
         while (low < high).any():
             middle = np.minimum((low + high) // 2, last)
             holds = np.isfinite(self._least_sum(stages, most(middle)))
@@ -362,14 +363,14 @@ class _Family:
         seconds: Floats = formula.bottleneck * slowest + formula.share * np.maximum(total, slowest)
         return seconds + formula.fixed
 
-    def _least_sum(self, stages: tuple[Floats, Floats], most: Floats) -> Floats:
+    def _least_sum(self, stages: "_Stages", most: Floats) -> Floats:
         """Minimum seconds of all layers together, infinite where they are not held.
 
         Args:
             stages: As for :meth:`_bound`.
             most: Maximum layers of each stage, shape ``(kinds, rows)``.
         """
-        number, least = stages
+        number, least = stages.most, stages.least_layers
         seconds, left = least @ self._each, self._layers - least.sum(axis=1)
         held = (most * number.T >= least.T * (1 - ROUNDING)).all(axis=0)
         for kind in np.argsort(self._each):
@@ -377,6 +378,23 @@ class _Family:
             seconds, left = seconds + taken * self._each[kind], left - taken
         # Parts of stages are rounded.
         return np.where(held & (left <= self._layers * ROUNDING), seconds, math.inf)
+
+
+@dataclass(frozen=True, slots=True)
+class _Stages:
+    """Stages of the parts of a family, by kind of node.
+
+    Attributes:
+        most: The most stages that may be on nodes of each kind, and parts of stages; shape ``(rows, kinds)``.
+        least_layers: The fewest layers that these hold, shape ``(rows, kinds)``.
+    """
+
+    most: Floats
+    least_layers: Floats
+
+    def of(self, rows: Integers) -> "_Stages":
+        """Those of some rows."""
+        return _Stages(self.most[rows], self.least_layers[rows])
 
 
 @dataclass(frozen=True, slots=True)
@@ -426,7 +444,7 @@ def _held_by_rank(held: Floats, stages: Floats) -> tuple[Floats, Integers]:
     bits = 1 << np.arange(len(held))
     sets, index = np.unique((stages > 0) @ bits, return_inverse=True)
     sums = np.zeros((len(sets), held.shape[1] + 1, held.shape[2]))
-    possible = np.where(held < 0, _IMPOSSIBLE, held)
+    possible = np.where(held < 0, IMPOSSIBLE, held)
     for kinds, each in zip(sets, sums, strict=True):
         np.cumsum(possible[kinds & bits > 0].max(axis=0), axis=0, out=each[1:])
     return sums, index.reshape(-1)

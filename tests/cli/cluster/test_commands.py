@@ -56,7 +56,7 @@ def test_the_table_is_printed_and_written(
     files = ["--csv", str(table), "--json", str(listed)]
     run("cluster", "plan", *words, "--top", "3", "--steps", "1000", *files)
     printed = capsys.readouterr().out
-    assert "none that is certain to fit is better than the first row" in " ".join(printed.split())
+    assert "no layout that is certain to fit is better than the first row" in " ".join(printed.split())
     assert "proven best in its space" in printed
     with table.open(encoding="utf8") as file:
         rows = list(csv.DictReader(file))
@@ -129,11 +129,11 @@ def test_what_a_search_leaves_unproven_is_said(words: list[str], capsys: pytest.
     for objective, text in (
         (
             "time",
-            r"none that is certain to fit saves more than \d+\.\d% of the time of the first row, as far ",
+            r"no layout that is certain to fit saves more than \d+\.\d% of the time of the first row",
         ),
         (
             "pareto",
-            r"each that is certain to fit undercuts some row by at most \d+\.\d%, in time and in cost,",
+            r"no layout that is certain to fit undercuts all rows by more than \d+\.\d% in time or in cost;",
         ),
     ):
         run("cluster", "plan", *words, "--objective", objective, *short)
@@ -141,7 +141,7 @@ def test_what_a_search_leaves_unproven_is_said(words: list[str], capsys: pytest.
         assert re.search(text, printed) and "(--search-seconds)" in printed
         assert "parts of the cluster" in printed and "proven to within" in printed
     run("cluster", "plan", *words, "--objective", "pareto")
-    assert "none that is certain to fit undercuts a row" in " ".join(capsys.readouterr().out.split())
+    assert "no layout that is certain to fit undercuts a row" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize(("name", "library"), [("front.png", "matplotlib"), ("front.html", "plotly")])
@@ -185,7 +185,7 @@ def test_peaks_may_have_to_fit_whatever_is_measured(
         found.append(json.loads((tmp_path / "rows.json").read_text(encoding="utf8")))
     printed = capsys.readouterr().out
     assert any(row["may be oom"] for row in found[0]) and "(?) may not fit" in printed
-    assert "none that is certain to fit is better" in " ".join(printed.split())
+    assert "no layout that is certain to fit is better" in " ".join(printed.split())
     assert found[1] and not any(row["may be oom"] or row["is_oom"] for row in found[1])
     assert found[2] == found[1]
     seconds = [rows[0]["estimated time(s/step)"] for rows in found]

@@ -126,19 +126,21 @@ def test_a_front_that_was_ended_tells_how_far_any_layout_is_beyond_it(
         )
 
 
-def test_good_layouts_of_many_parts_come_first_and_the_best_in_the_end(prices: ClusterPrices) -> None:
-    with mock.patch.object(objectives, "_MANY_PARTS", 2):
-        for goal in (PlannerGoal(parts=True), PlannerGoal(objective=Objective.COST, parts=True, top=3)):
+def test_good_layouts_of_many_parts_come_first_and_the_best_in_the_end(
+    prices: ClusterPrices, every: list[ClusterPlan]
+) -> None:
+    for goal in (PlannerGoal(parts=True), PlannerGoal(objective=Objective.COST, parts=True, top=3)):
+        straight = best_plans(prices, SPACE, goal).plans
+        with mock.patch.object(objectives, "_MANY_PARTS", 2):
             found = best_plans(prices, SPACE, goal).plans
-            assert found[0].optimal
-        assert [plan.step_seconds for plan in pareto(prices, SPACE).plans] == [
-            plan.step_seconds for plan in expected_front(prices)
-        ]
-
-
-def expected_front(prices: ClusterPrices) -> list[ClusterPlan]:
-    found = [best_layouts(prices, SPACE, counts=counts).plans for counts in parts_of(prices, True)]
-    return pareto_front([plan for plans in found for plan in plans])
+        assert objectives.value_of(found[0], goal) == min(objectives.value_of(plan, goal) for plan in every)
+        assert [objectives.value_of(plan, goal) for plan in found] == pytest.approx(
+            [objectives.value_of(plan, goal) for plan in straight], rel=1e-12
+        )
+        assert found[0].optimal
+    with mock.patch.object(objectives, "_MANY_PARTS", 2):
+        front = pareto(prices, SPACE).plans
+    assert [plan.step_seconds for plan in front] == [plan.step_seconds for plan in pareto_front(every)]
 
 
 @pytest.mark.parametrize("parts", [False, True])

@@ -103,7 +103,7 @@ def test_no_order_and_no_cut_is_better(tight: bool) -> None:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_of_very_many_orders_those_in_blocks_are_searched(seed: int) -> None:
-    """No kind is then begun before all cells of another are placed but one, and no such order is better."""
+    """At no place in the order is more than one kind used in part, and no such order is better."""
     problem = problem_of(np.random.default_rng(seed), tight=seed % 2 == 1)
     with mock.patch.object(placement, "_MOST_STEPS", 0):
         found = place(problem)

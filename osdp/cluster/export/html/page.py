@@ -63,9 +63,12 @@ def _front(report: ClusterReport) -> str:
         "searches all parts"
     )  # fmt: skip
     certain = " that is certain to fit" * report.certain
+    gap = max((plan.gap for plan in report.front), default=0.0)
+    ended = f" The time limit ended the search: other layouts may be up to {gap:.1%} beyond the front."
+    ended, best = (ended, "best found") if gap else ("", "best")
     return (
-        f"<p>Each point of the front is the best layout on some nodes{certain}: nothing that was searched is "
-        f"better in both time and {cost}. Searched was {parts}.{unpriced}</p>{chart('front')}"
+        f"<p>Each point of the front is the {best} layout on some nodes{certain}: nothing that was searched "
+        f"is better in both time and {cost}. Searched was {parts}.{ended}{unpriced}</p>{chart('front')}"
         f"{_plans(report, report.front)}"
     )
 
@@ -171,8 +174,9 @@ def _decisions(report: ClusterReport) -> str:
         ("decision", False), ("chosen", False), ("best other", False), ("its step", True),
         ("longer", True), ("that layout", False),
     )  # fmt: skip
+    found = " found" * any(each.plan is not None and each.plan.gap > 0 for each in report.alternatives)
     return (
-        "<p>For each decision the best layout on the same nodes that decides it otherwise; its other "
+        f"<p>For each decision the best layout{found} on the same nodes that decides it otherwise; its other "
         f"decisions may differ as well.</p>{table(heads, rows)}"
     )
 
