@@ -34,7 +34,7 @@ from osdp.cluster.search.layouts import best_layouts
 from osdp.cluster.search.objectives import best_plans, pareto
 from osdp.cluster.search.space import LayoutSpace, families
 from osdp.cluster.transformer import TransformerShape
-from osdp.search.deadline import Deadline
+from osdp.plan.deadline import Deadline
 
 #: FASOP's: 16 heads where GPT-2 XL has 25, so that 2 and 4 ranks can share a layer.
 GPT2_XL = replace(SHAPES["gpt2-xl"], heads=16)

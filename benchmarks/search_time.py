@@ -38,9 +38,9 @@ from benchmarks.support.models import Case, bert, gpt2, llama
 from osdp import DeviceInfo, Link, ModelDesc, Training, make_plan
 from osdp.cost.sharding.problem import ShardingProblem, build_problem
 from osdp.hardware.device_info import COLLECTIVES
+from osdp.plan.deadline import Deadline
 from osdp.plan.search_options import SHARDING, SLICES, SearchOptions
 from osdp.profiler.roofline import estimate
-from osdp.search.deadline import Deadline
 from osdp.search.sharding.solve import min_peak, solve, solve_bounded
 from osdp.text import format_bytes
 

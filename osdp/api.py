@@ -38,6 +38,7 @@ from osdp.options import (
     schedule_of,
     usable_schedules,
 )
+from osdp.plan.deadline import Deadline
 from osdp.plan.dims import ParallelDims
 from osdp.plan.plan import Plan
 from osdp.plan.tensor_parallel import TensorParallelPlan
@@ -45,7 +46,6 @@ from osdp.profiler.cache import MeasurementCache
 from osdp.profiler.links.axis_links import with_tensor_links
 from osdp.runtime.running import check_model_parallel_options
 from osdp.search.batch_mix import BatchShape, best_plan_of_mix
-from osdp.search.deadline import Deadline
 from osdp.search.pipeline.planner import best_pipeline
 from osdp.search.sharding.planner import batches, best_plan
 from osdp.tracing.dataflow import trace_flow

@@ -8,6 +8,7 @@ Start at :class:`osdp.plan.plan.Plan`. No torch.
 - ``explanation``: what can be said of a plan
 - ``basis``: what a plan was searched from
 - ``search_options``: what a search is allowed to choose
+- ``deadline``: how long a search may take
 - ``sharding``: the sharding mode of each operator, the units, the prediction, the reason of each decision
 - ``dims``: degrees of pipeline, data and tensor parallelism
 - ``tensor_parallel``: which modules split their weights over the tensor-parallel ranks

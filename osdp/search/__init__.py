@@ -4,7 +4,6 @@ Start at :mod:`osdp.search.sharding.planner`.
 
 - ``chain_cuts``: how to cut a chain, for ``pipeline`` and ``token_slices``
 - ``batch_mix``: one plan for batches of several shapes
-- ``deadline``: how long a search may take
 - ``sharding``: the sharding mode and unit of every operator
 - ``pipeline``: stages, microbatches and schedule
 - ``token_slices``: slices of sequences, with microbatches and stages

@@ -18,10 +18,10 @@ from osdp.hardware.device_info import DeviceInfo
 from osdp.hardware.profile import PassProfile, Profile, SegmentProfile
 from osdp.model.description import ModelDesc, SegmentKey
 from osdp.model.training import Training
+from osdp.plan.deadline import NO_DEADLINE, Deadline
 from osdp.plan.plan import Plan
 from osdp.plan.search_options import SHARDING, SearchOptions
 from osdp.plan.sharding import Prediction
-from osdp.search.deadline import NO_DEADLINE, Deadline
 from osdp.search.sharding.planner import Candidate, best_plan
 from osdp.text import format_bytes, format_seconds
 

@@ -38,8 +38,8 @@ from osdp.cluster.search.layouts import SearchResult, best_arrangement, every_la
 from osdp.cluster.search.measured_times import MeasuredTimes, with_measured
 from osdp.cluster.search.objectives import Objective, best_plans, pareto
 from osdp.cluster.search.space import LayoutSpace, families
+from osdp.plan.deadline import Deadline
 from osdp.plan.schedules import ONE_STAGE
-from osdp.search.deadline import Deadline
 from osdp.text import format_bytes, format_seconds, wrapped
 
 app = typer.Typer(

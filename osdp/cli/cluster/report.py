@@ -13,7 +13,7 @@ from osdp.cluster.search.layouts import SearchResult
 from osdp.cluster.search.measured_times import MeasuredTimes
 from osdp.cluster.search.objectives import device_front, few_parts, pareto
 from osdp.cluster.search.space import LayoutSpace
-from osdp.search.deadline import Deadline
+from osdp.plan.deadline import Deadline
 
 #: Parts of the cluster that are searched for a front that was not asked for.
 _MOST_PARTS = 32

@@ -5,6 +5,8 @@ Start at :mod:`osdp.cluster.search.layouts`.
 - ``layouts``: branch and bound over the space of layouts
 - ``space``: degrees, batches, schedules, recomputation, ZeRO stages, places
 - ``bound``: a lower bound of any arrangement of a layout
+- ``cell_orders``: the most layers that any order of places holds within a time
+- ``part_bounds``: lower bounds of all parts of a cluster at once
 - ``placement``: which stage goes to which place
 - ``objectives``: least time, least cost, either under a limit, or the front of both
 - ``measured_times``: times corrected by the measured steps of some layouts

@@ -14,7 +14,7 @@ from osdp.cluster.search.layouts import best_layouts
 from osdp.cluster.search.measured_times import MeasuredTimes
 from osdp.cluster.search.objectives import PlannerGoal
 from osdp.cluster.search.space import LayoutSpace, families
-from osdp.search.deadline import NO_DEADLINE, Deadline
+from osdp.plan.deadline import NO_DEADLINE, Deadline
 
 
 def alternatives(

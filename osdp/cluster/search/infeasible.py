@@ -22,8 +22,8 @@ from osdp.cluster.search.space import (
     tensor_fault,
 )
 from osdp.errors import InfeasibleError, LargeOperator
+from osdp.plan.deadline import NO_DEADLINE, Deadline
 from osdp.plan.shard_math import part_sizes
-from osdp.search.deadline import NO_DEADLINE, Deadline
 from osdp.text import format_dollars, format_seconds
 
 

@@ -38,7 +38,7 @@ from osdp.cluster.plan import ClusterPlan, ParallelLayout, StageSlot
 from osdp.cluster.search.bound import family_bound, lower_bound
 from osdp.cluster.search.placement import PlacementProblem, SlotGroup, in_any_order, place
 from osdp.cluster.search.space import Family, LayoutSpace, SlotGroups, families
-from osdp.search.deadline import NO_DEADLINE, Deadline
+from osdp.plan.deadline import NO_DEADLINE, Deadline
 
 Floats = NDArray[np.float64]
 

@@ -22,7 +22,7 @@ from osdp.cluster.plan import ClusterPlan
 from osdp.cluster.search.layouts import SearchResult, best_layouts, gap_of, with_proof
 from osdp.cluster.search.part_bounds import bound_parts
 from osdp.cluster.search.space import LayoutSpace
-from osdp.search.deadline import NO_DEADLINE, Deadline
+from osdp.plan.deadline import NO_DEADLINE, Deadline
 
 Floats = NDArray[np.float64]
 

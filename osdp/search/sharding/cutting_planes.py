@@ -21,8 +21,8 @@ from osdp.cost.sharding.strategies import UnitSpan
 from osdp.cost.sharding.time import CriticalMoment
 from osdp.cost.sharding.unit_costs import cost_units
 from osdp.cost.sharding.units import UnitCosts
+from osdp.plan.deadline import NO_DEADLINE, Deadline
 from osdp.plan.search_options import SearchOptions
-from osdp.search.deadline import NO_DEADLINE, Deadline
 from osdp.search.sharding.candidates import CandidateUnits, build_space, root_dtype
 from osdp.search.sharding.chain.fitting import CandidateNeeds, FittingChains, holds_no_less
 from osdp.search.sharding.chain.linear_relaxation import relax

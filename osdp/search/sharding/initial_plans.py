@@ -19,7 +19,7 @@ from osdp.cost.sharding.strategies import (
     UnitStrategy,
     sliced,
 )
-from osdp.search.deadline import NO_DEADLINE, Deadline
+from osdp.plan.deadline import NO_DEADLINE, Deadline
 from osdp.search.sharding.candidates import CandidateUnits
 
 UnitTuples = tuple[UnitSpan, ...]

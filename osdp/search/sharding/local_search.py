@@ -13,7 +13,7 @@ from osdp.cost.sharding.problem import RootUnitCost, ShardingProblem
 from osdp.cost.sharding.simulate import StepEstimate, simulate_units
 from osdp.cost.sharding.strategies import NO_SHARD, SHARD_OPTIMIZER, UnitSpan, UnitStrategy
 from osdp.model.description import Operator
-from osdp.search.deadline import NO_DEADLINE, Deadline
+from osdp.plan.deadline import NO_DEADLINE, Deadline
 from osdp.search.sharding.candidates import CandidateUnits, item_bounds
 from osdp.search.sharding.initial_plans import item_patterns
 from osdp.search.sharding.ties import MayBeAsFast

@@ -24,10 +24,10 @@ from osdp.model.description import ModelDesc, Operator
 from osdp.model.fqn import unit_modules
 from osdp.model.training import Training
 from osdp.plan.basis import Basis
+from osdp.plan.deadline import NO_DEADLINE, Deadline
 from osdp.plan.plan import Plan, StagePlan
 from osdp.plan.search_options import SHARDING, SearchOptions
 from osdp.plan.sharding import Decision, Mode, Route, ShardingPlan, Unit
-from osdp.search.deadline import NO_DEADLINE, Deadline
 from osdp.search.sharding.explain import Explainer
 from osdp.search.sharding.local_search import share_buckets, side_by_side
 from osdp.search.sharding.root_unit import root_group

@@ -29,9 +29,9 @@ from osdp.cost.sharding.problem import ShardingProblem
 from osdp.cost.sharding.simulate import StepEstimate
 from osdp.cost.sharding.solution import ShardingSolution, solution_root
 from osdp.cost.sharding.strategies import UnitSpan
+from osdp.plan.deadline import NO_DEADLINE, Deadline
 from osdp.plan.search_options import SHARDING, SearchOptions
 from osdp.plan.sharding import Mode
-from osdp.search.deadline import NO_DEADLINE, Deadline
 from osdp.search.sharding.chain.solver import solve_chain
 from osdp.search.sharding.cutting_planes import (
     CLOSE_ENOUGH,

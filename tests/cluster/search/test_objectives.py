@@ -11,7 +11,7 @@ from osdp.cluster.search import objectives, placement
 from osdp.cluster.search.layouts import best_layouts, gap_of
 from osdp.cluster.search.objectives import Objective, PlannerGoal, best_plans, pareto, pareto_front, parts_of
 from osdp.cluster.search.space import LayoutSpace
-from osdp.search.deadline import Deadline
+from osdp.plan.deadline import Deadline
 from tests.helpers.clusters import FAST, SLOW, cluster, node_type, workload
 
 PRICED = cluster((node_type(FAST, 2, per_hour=9.0), 2), (node_type(SLOW, 2, per_hour=2.0), 2))

@@ -22,10 +22,10 @@ from osdp.errors import InfeasibleError
 from osdp.hardware.device_info import COLLECTIVES, DeviceInfo, Link
 from osdp.hardware.profile import PassProfile, Profile, SegmentProfile
 from osdp.model.training import Training
+from osdp.plan.deadline import Deadline
 from osdp.plan.plan import Plan
 from osdp.plan.search_options import SearchOptions
 from osdp.plan.sharding import UNGROUPED, Mode, Route, Unit
-from osdp.search.deadline import Deadline
 from osdp.search.sharding import planner as planning
 from osdp.search.sharding.local_search import share_buckets
 from osdp.search.sharding.planner import Candidate, ProfileTrainings, batches, best_plan

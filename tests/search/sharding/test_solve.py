@@ -18,9 +18,9 @@ from osdp.cost.sharding.unit_costs import cost_units
 from osdp.explain.scaling import device_with_faster_links
 from osdp.model.description import Operator, Parameter
 from osdp.model.training import Training
+from osdp.plan.deadline import NO_DEADLINE, Deadline
 from osdp.plan.search_options import SearchOptions
 from osdp.plan.sharding import Mode
-from osdp.search.deadline import NO_DEADLINE, Deadline
 from osdp.search.sharding.candidates import build_space
 from osdp.search.sharding.chain.solver import solve_chain
 from osdp.search.sharding.cutting_planes import CuttingPlaneSearch
