@@ -5,7 +5,8 @@ The spaces of two published planners come first: ZeROSearch's Llama-2-13B on 16 
 and 16,384 devices of two kinds. Each contains all degrees, microbatches and ZeRO stages of theirs, with every
 order of the nodes, and schedules and recomputation beside them. Then all 6,911 parts of a cluster of five
 kinds of nodes are searched for GPT-3, for the least time, the least cost and the Pareto front of both, until
-the time limit of ``osdp cluster plan``, with the gap to what is proven.
+the time limit of ``osdp cluster plan``, with the gap to what is proven. Last, ``osdp cluster plan --out`` as
+it is typed, which traces the model and writes a plan that runs: Llama-2-7B on 128 H100, GPT-3 on 384 A100.
 
 No device is needed: "simulated" in every row. The time is that of pricing and searching, best of several
 runs (of the parts: one run). On a small space the proof is checked against the price of every layout with
@@ -14,11 +15,14 @@ every cut in every order of the nodes.
     python -m benchmarks.planner_time [--quick] [--json FILE]
 """
 
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import combinations, pairwise, permutations
+from pathlib import Path
 
 from benchmarks.support import harness
 from benchmarks.support.harness import Options, Result, Row
@@ -106,6 +110,11 @@ FIVE_KINDS = Problem(
         ("A6000", 11, 8, 16 * GB, 25 * GB),
     ),
 )  # fmt: skip
+#: Model, samples of a step, and nodes of 8 devices, for ``--out``.
+WRITTEN = (
+    ("llama2-7b", 256, "{gpu: H100, count: 16, devices: 8, network: 3200 Gbit/s}"),
+    ("gpt3-175b", 1536, "{gpu: A100-80GB, count: 48, devices: 8, network: 1600 Gbit/s}"),
+)
 PROBLEMS = (ZEROSEARCH, FASOP, THOUSAND, SIXTEEN_THOUSAND)
 
 SMALL = Problem(
@@ -195,6 +204,36 @@ def parts_row(objective: str) -> Row:
     }  # fmt: skip
 
 
+def written_row(model: str, global_batch: int, nodes: str) -> Row:
+    """Run ``osdp cluster plan --out``, from the start of Python to the files."""
+    with tempfile.TemporaryDirectory() as folder:
+        cluster, out = Path(folder, "cluster.yaml"), Path(folder, "plan.json")
+        cluster.write_text(f"nodes: [{nodes}]\n", encoding="utf8")
+        command = [
+            sys.executable,
+            "-m",
+            "osdp",
+            "cluster",
+            "plan",
+            "--model",
+            model,
+            "--cluster",
+            str(cluster),
+        ]
+        command += ["--global-batch", str(global_batch), "--out", str(out)]
+        began = time.perf_counter()
+        done = subprocess.run(command, capture_output=True, text=True)
+        row: Row = {
+            "name": f"--out, {model}",
+            "simulated": True,
+            "model": model,
+            "seconds": time.perf_counter() - began,
+        }
+        if done.returncode:
+            return row | {"error": done.stderr.strip()}
+        return row | _choices_of(ClusterPlan.load(out.with_name("plan.layout.json")))
+
+
 def proof_row() -> Row:
     """The best of a small space, and the least price of everything in it."""
     prices = ClusterPrices(SMALL.cluster(), Workload(shape=SMALL.shape, global_batch=SMALL.global_batch))
@@ -239,6 +278,8 @@ def measure(options: Options) -> Result:
     for objective in ("time", "cost", "pareto"):
         result.add(parts_row(objective))
     result.add(proof_row())
+    for written in WRITTEN:
+        result.add(written_row(*written))
     result.world_size = max(row.get("devices", 1) for row in result.rows)
     by_name = {row["name"]: row for row in result.rows}
     result.summary = {
@@ -249,6 +290,8 @@ def measure(options: Options) -> Result:
         "candidates": by_name["zerosearch"]["placements"],
         "seconds_five_kinds": max(row["seconds"] for row in result.rows if "parts" in row),
         "gap_five_kinds": max(row.get("gap", 1.0) for row in result.rows if "parts" in row),
+        "seconds_out_llama2_7b": by_name["--out, llama2-7b"]["seconds"],
+        "seconds_out_gpt3_175b": by_name["--out, gpt3-175b"]["seconds"],
         "proven_optimal": all(row.get("optimal", False) for row in result.rows if "parts" not in row),
     }
     return result
@@ -257,7 +300,7 @@ def measure(options: Options) -> Result:
 def _cells(row: Row) -> list[object]:
     degrees = [row.get(name) for name in ("tp", "pp", "dp", "samples", "schedule", "sharding", "recompute")]
     return [
-        row["name"], row.get("devices"), row["candidates"], row.get("placements"), row.get("arranged"),
+        row["name"], row.get("devices"), row.get("candidates"), row.get("placements"), row.get("arranged"),
         row["seconds"], row.get("gap"), row.get("their_candidates"), row.get("their_seconds"),
         row.get("step_seconds"),
         *degrees,

@@ -7,9 +7,7 @@ ZeRO stage allows: 1 is ``SHARD_OPTIMIZER``, 3 ``FULL_SHARD``. ZeRO 2, and 1 bes
 """
 
 from collections.abc import Iterator, Sequence
-from copy import deepcopy
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -27,22 +25,25 @@ from osdp.cluster.plan import ClusterPlan, ParallelLayout, RecomputeLayers, Work
 from osdp.cluster.transformer import Item, TransformerShape
 from osdp.errors import InfeasibleError
 from osdp.hardware.device_info import COLLECTIVES, DeviceInfo, Link, PointToPointLink
-from osdp.inputs import make_rank_model
+from osdp.inputs import RankModel, make_rank_model
 from osdp.model.dataflow import Dataflow
 from osdp.model.description import ModelDesc
+from osdp.model.more_blocks import with_more_blocks
 from osdp.model.training import Training
 from osdp.plan.plan import Plan
 from osdp.plan.search_options import SearchOptions
 from osdp.plan.sharding import Mode
+from osdp.plan.tensor_parallel import TensorParallelPlan
 from osdp.plan.token_slices import TokenSlices
 from osdp.profiler.roofline import estimate
 from osdp.search.pipeline.planner import plan_at
 from osdp.search.sharding.planner import Candidate
-from osdp.tracing.computed_in import describe_computed_in
+from osdp.tracing.computed_in import as_stored, batch_in, computing_in, describe_computed_in
 from osdp.tracing.dataflow import trace_flow
 from osdp.tracing.sample_batch import SampleBatch
 from osdp.tracing.tensor_parallel.derive import derive
 from osdp.tracing.tensors import map_leaves
+from osdp.tracing.trace import describe
 
 _MODES = {
     0: (Mode.NO_SHARD,),
@@ -67,6 +68,8 @@ def runnable_plan(
     kind: str = "cuda",
     optimizer: str = "AdamW",
     rates: Efficiencies = PUBLISHED,
+    tensor_plan: TensorParallelPlan | None = None,
+    few_blocks: nn.Module | None = None,
 ) -> Plan:
     """Make the plan that ``OSDP(model, ..., plan=...)`` runs.
 
@@ -79,6 +82,8 @@ def runnable_plan(
         kind: Kind of the devices: ``"cuda"`` or ``"cpu"``.
         optimizer: Name of a ``torch.optim`` class.
         rates: Efficiencies of the devices.
+        tensor_plan: How tensor-parallel ranks share the model's layers; derived from it if ``None``.
+        few_blocks: The model with a few of its blocks, which is described in its place, since all are alike.
 
     Returns:
         The plan; its notes list where it differs from the layout.
@@ -107,16 +112,19 @@ def runnable_plan(
     training = Training(
         optimizer=optimizer, param_dtype=half, local_batch=layout.samples, microbatches=layout.microbatches
     )
-    model_desc = _described(model, sample_inputs, half)
+    traced = _Traced.of(model, sample_inputs, few_blocks, workload.shape.layers, half)
     # First the modes of the layout's ZeRO stage, then, if these do not fit, all of them.
     wanted = _wanted(layout)
+    part = None
     for modes in dict.fromkeys((wanted, _ANY)):
         rules = SearchOptions(allowed=modes, recompute=layout.recompute is not RecomputeLayers.NONE)
         try:
             if layout.degrees.pp == layout.degrees.tp == 1:
-                made = _flat(model_desc, device, training, rules)
+                made = _flat(traced.desc, device, training, rules)
             else:
-                made = _staged(plan, workload, model, sample_inputs, model_desc, device, training, rules)
+                if part is None:
+                    part = _part(plan, workload, traced, tensor_plan)
+                made = _staged(plan, workload, traced, part, device, training, rules)
             told = _departures(made, plan, workload.shape, modes)
             return replace(made, notes=(*made.notes, *(f"{_DEPARTURE}{each}" for each in told)))
         except InfeasibleError:
@@ -133,7 +141,12 @@ def _wanted(layout: ParallelLayout) -> tuple[Mode, ...]:
 
 
 def traced_layers(
-    model: nn.Module, sample_inputs: Any, workload: Workload, *, kind: str = "cuda"
+    model: nn.Module,
+    sample_inputs: Any,
+    workload: Workload,
+    *,
+    kind: str = "cuda",
+    few_blocks: nn.Module | None = None,
 ) -> tuple[LayerCost, ...]:
     """Traced activation bytes of the items of a model, for the cost model of its layouts.
 
@@ -142,12 +155,13 @@ def traced_layers(
         sample_inputs: A batch.
         workload: Its workload.
         kind: Kind of the devices: ``"cuda"`` or ``"cpu"``.
+        few_blocks: As for :func:`runnable_plan`.
 
     Raises:
         ValueError: Its blocks are not the layers of the workload's shape.
     """
     half = _half(workload, kind, "bfloat16")  # as large as any other
-    desc = _described(model, sample_inputs, half)
+    desc = _Traced.of(model, sample_inputs, few_blocks, workload.shape.layers, half).desc
     shape, blocks = workload.shape, len(desc.block_segments)
     if blocks != shape.layers + shape.decoder_layers:
         raise ValueError(
@@ -164,38 +178,69 @@ def _half(workload: Workload, kind: str, dtype: str) -> str | None:
     return None if workload.weight_bytes > 2 or kind == "cpu" else dtype
 
 
-def _described(model: nn.Module, sample_inputs: Any, dtype: str | None) -> ModelDesc:
-    """Describe a model as computed in ``dtype``; parameters keep the model's own dtype."""
-    if dtype is None:
-        return ModelDesc.from_module(model, sample_inputs)
-    return describe_computed_in(model, sample_inputs, dtype)
+@dataclass(frozen=True)
+class _Traced:
+    """A model and its description, from that of the model with a few of its blocks where one is given.
 
-
-def _narrow(model: nn.Module, dtype: str) -> nn.Module:
-    """A copy of the model in another dtype."""
-    return deepcopy(model).to(getattr(torch, dtype))
-
-
-def with_work_of(desc: ModelDesc, other: ModelDesc) -> ModelDesc:
-    """A description with the work and activations of the same model in another dtype.
-
-    Args:
-        desc: Description in the model's own dtype.
-        other: Description in the compute dtype.
-
-    Raises:
-        ValueError: The two do not have the same segments.
+    Attributes:
+        model: The model.
+        batch: A batch of it.
+        desc: Its description.
+        traced: What was traced: the model itself, or that with few blocks.
+        traced_desc: Description of that.
     """
-    if [s.module for s in desc.segments] != [s.module for s in other.segments]:
-        raise ValueError(
-            f"{desc.name} runs {len(desc.segments)} segments in its own dtype and {len(other.segments)} in "
-            "the one it is trained in; both must run the same modules in the same order"
+
+    model: nn.Module
+    batch: SampleBatch
+    desc: ModelDesc
+    traced: nn.Module
+    traced_desc: ModelDesc
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        sample_inputs: Any,
+        few_blocks: nn.Module | None,
+        layers: int,
+        dtype: str | None,
+    ) -> "_Traced":
+        """Describe a model as computed in ``dtype``; parameters keep the model's own dtype.
+
+        Raises:
+            ValueError: The model with few blocks is not that model beside its ``layers``.
+        """
+        traced, batch = few_blocks or model, SampleBatch.of(sample_inputs)
+        desc = describe(traced, batch) if dtype is None else describe_computed_in(traced, batch, dtype)
+        if few_blocks is None:
+            return cls(model, batch, desc, traced, desc)
+        whole = with_more_blocks(desc, layers)
+        described = {each.name: each.shape for op in whole.operators for each in op.parameters}
+        if described != {name: tuple(each.shape) for name, each in model.named_parameters()}:
+            raise ValueError(
+                f"{desc.name} with {layers} blocks has other parameters than the model that it describes"
+            )
+        return cls(model, batch, whole, traced, desc)
+
+    def rank(self, plan: TensorParallelPlan, *, sequence_parallel: bool) -> RankModel:
+        """What one tensor-parallel rank computes, with the work and the exchanges of the compute dtype."""
+        dtype, traced = self.desc.computed_in, self.traced
+        part = make_rank_model(
+            traced if dtype is None else computing_in(traced, dtype),
+            self.batch if dtype is None else batch_in(self.batch, dtype),
+            self.traced_desc,
+            plan.degree,
+            sequence_parallel,
+            loss_fn=None,
+            policy=None,
+            plan=plan.restricted([name for name, _ in traced.named_modules()]),
         )
-    segments = tuple(
-        replace(segment, forward=like.forward, backward=like.backward, saved_bytes=like.saved_bytes)
-        for segment, like in zip(desc.segments, other.segments, strict=True)
-    )
-    return replace(desc, segments=segments)
+        assert part.shared is not None
+        desc = part.desc if dtype is None else as_stored(part.desc, traced, self.batch, dtype)
+        if traced is not self.model:
+            desc = with_more_blocks(desc, len(self.desc.block_segments))
+        shared = replace(part.shared, model=self.desc.fingerprint, plan=plan, desc=desc)
+        return replace(part, desc=desc, shared=shared)
 
 
 def _require_sliceable(model: nn.Module, slices: int) -> None:
@@ -245,44 +290,37 @@ def _flat(model_desc: ModelDesc, device: DeviceInfo, training: Training, rules: 
     )
 
 
+def _part(
+    plan: ClusterPlan, workload: Workload, traced: _Traced, tensor_plan: TensorParallelPlan | None
+) -> RankModel:
+    """What one rank of a stage computes of all stages' layers."""
+    tp, shared = plan.layout.degrees.tp, workload.sequence_parallel
+    if tp == 1:
+        return RankModel(traced.model, traced.desc)
+    if tensor_plan is None:
+        few_tokens = _few_tokens(traced.batch, workload, tp)
+        tensor_plan = derive(traced.model, few_tokens, tp, sequence_parallel=shared)
+    return traced.rank(tensor_plan, sequence_parallel=shared)
+
+
 def _staged(
     plan: ClusterPlan,
     workload: Workload,
-    model: nn.Module,
-    sample_inputs: Any,
-    model_desc: ModelDesc,
+    traced: _Traced,
+    part: RankModel,
     device: DeviceInfo,
     training: Training,
     rules: SearchOptions,
 ) -> Plan:
     """Plan a layout with pipeline stages or tensor parallelism, stage by stage."""
-    # 1. Description of one tensor-parallel rank, with the work of the compute dtype.
-    batch = SampleBatch.of(sample_inputs)
-    tp = plan.layout.degrees.tp
-    shared = workload.sequence_parallel and tp > 1
-    share = partial(
-        make_rank_model,
-        degree=tp,
-        sequence_parallel=shared,
-        loss_fn=None,
-        policy=None,
-        plan=derive(model, _few_tokens(batch, workload, tp), tp, sequence_parallel=shared)
-        if tp > 1
-        else None,
-    )
-    part = share(model, batch, model_desc)
-    if part.shared is not None and training.param_dtype is not None:
-        narrow = _narrow(model, training.param_dtype)
-        whole = ModelDesc.from_module(narrow, sample_inputs)
-        part = replace(part, desc=with_work_of(part.desc, share(narrow, batch, whole).desc))
-    # 2. Cut the trace at the layout's boundaries and plan the stages there.
+    # The trace is cut at the layout's boundaries, and stages are planned there.
     (profile,) = part.profiler(
-        model_desc, device, lambda wanted: [estimate(part.desc, device, each) for each in wanted]
+        traced.desc, device, lambda wanted: [estimate(part.desc, device, each) for each in wanted]
     )([training])
-    flow = trace_flow(model, batch)
+    flow = trace_flow(traced.model, traced.batch)
     found = plan_at(
-        step_bounds(flow, model_desc, chunks(plan, workload.shape)),
-        model_desc,
+        step_bounds(flow, traced.desc, chunks(plan, workload.shape)),
+        traced.desc,
         flow,
         Candidate(training, profile),
         device,

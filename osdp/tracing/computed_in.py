@@ -28,23 +28,44 @@ def describe_computed_in(
     Raises:
         ValueError: As there.
     """
+    batch = SampleBatch.of(sample_inputs)
+    desc = describe(computing_in(model, dtype), batch_in(batch, dtype), loss_fn=loss_fn)
+    return as_stored(desc, model, batch, dtype)
+
+
+def computing_in(model: nn.Module, dtype: str) -> nn.Module:
+    """A copy of ``model`` in ``dtype``; modules whose parameters keep theirs are in float32."""
     narrow = deepcopy(model).to(getattr(torch, dtype))
     for module in narrow.modules():
         if keeps_dtype(module):
             module.float()
-    batch = SampleBatch.of(sample_inputs)
-    cast = batch.map(
+    return narrow
+
+
+def batch_in(batch: SampleBatch, dtype: str) -> SampleBatch:
+    """The batch with its floating-point numbers in ``dtype``."""
+    return batch.map(
         lambda tensor: tensor.to(getattr(torch, dtype)) if tensor.is_floating_point() else tensor
     )
-    desc = describe(narrow, cast, loss_fn=loss_fn)
+
+
+def as_stored(desc: ModelDesc, model: nn.Module, batch: SampleBatch, dtype: str) -> ModelDesc:
+    """The description of :func:`computing_in`, or of a part of it, with parameters and batch as stored.
+
+    Args:
+        desc: The description.
+        model: The model in the dtypes of its parameters.
+        batch: Its batch.
+        dtype: What ``desc`` computes in.
+    """
     stored = {
         name: str(parameter.dtype).removeprefix("torch.")
         for name, parameter in model.named_parameters(remove_duplicate=False)
     }
 
-    def as_stored(operator: Operator) -> Operator:
+    def of_operator(operator: Operator) -> Operator:
         parameters = tuple(replace(each, dtype=stored[each.name]) for each in operator.parameters)
         return replace(operator, parameters=parameters)
 
-    operators = tuple(map(as_stored, desc.operators))
+    operators = tuple(map(of_operator, desc.operators))
     return replace(desc, operators=operators, sample=batch.specs, computed_in=dtype)

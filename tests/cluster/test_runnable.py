@@ -12,12 +12,12 @@ from osdp.cluster.cost.stage import ClusterPrices
 from osdp.cluster.cost.step import price
 from osdp.cluster.known_transformers import SHAPES
 from osdp.cluster.plan import ParallelLayout, StageSlot, Workload
-from osdp.cluster.runnable import device_of_stage, runnable_plan, step_bounds, traced_layers, with_work_of
+from osdp.cluster.runnable import _Traced, device_of_stage, runnable_plan, step_bounds, traced_layers
 from osdp.cluster.search.layouts import arrange
 from osdp.cluster.search.space import cells_of
 from osdp.cluster.transformer import Item
 from osdp.integrations.huggingface import masked_lm_loss, token_batch
-from osdp.integrations.huggingface.shaped_models import model_of_shape
+from osdp.integrations.huggingface.shaped_models import blocks_of_shape, model_of_shape, tensor_plan_of_shape
 from osdp.model.description import ModelDesc
 from osdp.plan.dims import ParallelDims
 from osdp.plan.plan import Plan
@@ -176,12 +176,46 @@ def test_the_plan_takes_the_memory_that_its_layout_was_priced_with(name: str) ->
         assert 0.95 < share < 1.05 if zero == 0 else 0.75 < share < 1.1
 
 
-def test_work_of_another_model_is_refused() -> None:
-    desc = ModelDesc.from_module(net(), batch(2))
-    other = ModelDesc.from_module(TiedNet(layers=5), batch(2))
-    assert with_work_of(desc, desc) == desc
-    with pytest.raises(ValueError, match=r"segments in its own dtype and .* in the one it is trained in"):
-        with_work_of(desc, other)
+@pytest.mark.parametrize("name", ["gpt2", "llama2-7b"])
+def test_a_plan_made_of_few_blocks_is_that_of_the_whole_trace(name: str) -> None:
+    numbers = replace(SHAPES[name], layers=7, sequence=64)
+    load = Workload(shape=numbers, global_batch=16, sequence_parallel=True)
+    model, few = model_of_shape(numbers), blocks_of_shape(numbers, 4)
+    devices = cluster((node_type(FAST, 4), 2))
+    prices = ClusterPrices(devices, load, traced=traced_layers(model, token_batch(1, 64), load))
+    assert prices.traced == traced_layers(model, token_batch(1, 64), load, few_blocks=few)
+    for degrees in (ParallelDims(2, 2, 2), ParallelDims(1, 8, 1), ParallelDims(4, 2, 1)):
+        layout = ParallelLayout(degrees, 2, 8 // degrees.dp)
+        cells = cells_of(devices, devices.counts, degrees.tp * degrees.dp)
+        assert cells is not None
+        found = arrange(prices, layout, cells)
+        assert found is not None
+        basis = found, devices, load, model, token_batch(2, 64)
+        tensor = tensor_plan_of_shape(model, numbers, 2, sequence_parallel=True) if degrees.tp > 1 else None
+        assert runnable_plan(*basis, tensor_plan=tensor, few_blocks=few) == runnable_plan(*basis)
+    with pytest.raises(ValueError, match="with 7 blocks has other parameters than the model"):
+        runnable_plan(*basis, few_blocks=blocks_of_shape(replace(numbers, vocabulary=999), 4))
+
+
+def test_a_rank_computes_and_exchanges_in_the_dtype_of_compute() -> None:
+    numbers = replace(SHAPES["gpt2"], layers=2, sequence=64)
+    model, sample = model_of_shape(numbers), token_batch(1, 64)
+    plan = tensor_plan_of_shape(model, numbers, 2, sequence_parallel=False)
+    wide, narrow = (
+        _Traced.of(model, sample, None, 2, dtype).rank(plan, sequence_parallel=False).shared
+        for dtype in (None, "bfloat16")
+    )
+    assert wide is not None and narrow is not None
+    assert [op.parameters for op in narrow.desc.operators] == [op.parameters for op in wide.desc.operators]
+    # It sent twice as much as it does when both descriptions were of float32.
+    summed = [
+        sum(each.nbytes for entry in rank.exchanges for each in entry.exchanges) for rank in (wide, narrow)
+    ]
+    assert summed[1] < 0.6 * summed[0]
+    assert narrow.desc.computed_in == "bfloat16"
+
+
+def test_other_numbers_of_blocks_are_refused() -> None:
     with pytest.raises(ValueError, match="small has 3 layers and TiedNet 4 blocks"):
         traced_layers(net(), batch(2), Workload(shape=shape(3), global_batch=2))
 

@@ -26,14 +26,11 @@ from osdp.cluster.search.space import LayoutSpace
 from osdp.cluster.transformer import TransformerShape
 from osdp.codec import read_json
 from osdp.errors import InfeasibleError
+from osdp.model.more_blocks import LEAST_BLOCKS
 from osdp.text import format_bytes, format_seconds, wrapped
 
 if TYPE_CHECKING:
     from osdp.plan.plan import Plan
-
-#: Layers of a model of known dimensions that are traced for what each keeps on average. What the first one
-#: keeps for all, such as tables of rotary positions, then counts a little too much (0.5 % of a Llama's).
-_TRACED_LAYERS = 8
 
 
 def runnable_space(space: LayoutSpace) -> LayoutSpace:
@@ -57,10 +54,8 @@ def traced_prices(prices: ClusterPrices, request: ClusterRequest) -> ClusterPric
 
     shape = prices.workload.shape
     typer.echo(f"tracing {shape.name} for what its layers keep", err=True)
-    if not (is_folder(request.model) or _has_model(request.model) or shape.decoder_layers):
-        shape = replace(shape, layers=min(shape.layers, _TRACED_LAYERS))
     model, sample = _build(request, shape, None)
-    traced = traced_layers(model, sample, replace(prices.workload, shape=shape))
+    traced = traced_layers(model, sample, prices.workload, few_blocks=_few_blocks(request, shape))
     basis = prices.cluster, prices.workload, prices.rates, prices.profiles
     return ClusterPrices(*basis, traced, certain=prices.certain)
 
@@ -170,11 +165,18 @@ def first_that_fits(
         ValueError: The model cannot be built or cut at the stage boundaries.
     """
     from osdp.cluster.runnable import runnable_plan
+    from osdp.integrations.huggingface.shaped_models import tensor_plan_of_shape
 
+    shape, shared = prices.workload.shape, prices.workload.sequence_parallel
+    few = _few_blocks(request, shape)
     for row, plan in enumerate(plans, start=1):
-        model, sample = _build(request, prices.workload.shape, plan.layout.samples)
+        model, sample = _build(request, shape, plan.layout.samples)
+        tensor_plan, tp = None, plan.layout.degrees.tp
+        if tp > 1 and _is_built_of_shape(request):
+            tensor_plan = tensor_plan_of_shape(model, shape, tp, sequence_parallel=shared)
+        basis = plan, prices.cluster, prices.workload, model, sample
         try:
-            made = runnable_plan(plan, prices.cluster, prices.workload, model, sample, rates=prices.rates)
+            made = runnable_plan(*basis, rates=prices.rates, tensor_plan=tensor_plan, few_blocks=few)
         except InfeasibleError as error:
             if row == len(plans):
                 raise
@@ -219,6 +221,20 @@ def require_buildable(request: ClusterRequest, shape: TransformerShape) -> None:
 def _has_model(name: str) -> bool:
     """Whether it is a configuration file of transformers."""
     return name.endswith(".json") and "model_type" in read_json(name)
+
+
+def _is_built_of_shape(request: ClusterRequest) -> bool:
+    """Whether the model is built from the dimensions of its shape alone."""
+    return not (is_folder(request.model) or _has_model(request.model))
+
+
+def _few_blocks(request: ClusterRequest, shape: TransformerShape) -> Any:
+    """The model with as many blocks as are traced for all; ``None`` if it is traced whole."""
+    from osdp.integrations.huggingface.shaped_models import blocks_of_shape
+
+    if not _is_built_of_shape(request) or shape.decoder_layers or shape.layers <= LEAST_BLOCKS:
+        return None
+    return blocks_of_shape(shape, LEAST_BLOCKS)
 
 
 def _build(request: ClusterRequest, shape: TransformerShape, samples: int | None) -> tuple[Any, Any]:

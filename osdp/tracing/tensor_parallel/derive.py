@@ -63,6 +63,21 @@ def derive(
     return replace(plan, sequence=share_sequence(model, flow, plan)) if sequence_parallel else plan
 
 
+def with_sizes_of(plan: TensorParallelPlan, model: nn.Module) -> TensorParallelPlan:
+    """The plan of a narrow model, for a wide one of the same class with the same modules."""
+    weights = dict(model.named_parameters(remove_duplicate=False))
+    return replace(
+        plan,
+        modules=tuple(
+            replace(entry, size=weights[f"{entry.module}.weight"].shape[entry.dim]) for entry in plan.modules
+        ),
+        divided=tuple(
+            replace(entry, value=getattr(model.get_submodule(entry.module), entry.name))
+            for entry in plan.divided
+        ),
+    )
+
+
 @dataclass
 class _Search:
     """State of the derivation: the modules decided so far, and why others stay whole."""
