@@ -23,9 +23,10 @@ from osdp.cluster.hardware import BEST_SHARE, Cluster
 from osdp.cluster.layer_profile import LayerCost, layer_bytes
 from osdp.cluster.plan import ClusterPlan, ParallelLayout, RecomputeLayers, Workload, chunks, layers_of
 from osdp.cluster.transformer import Item, TransformerShape
+from osdp.cost.tensor_parallel import with_exchanges
 from osdp.errors import InfeasibleError
 from osdp.hardware.device_info import COLLECTIVES, DeviceInfo, Link, PointToPointLink
-from osdp.inputs import RankModel, make_rank_model
+from osdp.inputs import make_rank_model
 from osdp.model.dataflow import Dataflow
 from osdp.model.description import ModelDesc
 from osdp.model.more_blocks import with_more_blocks
@@ -34,6 +35,7 @@ from osdp.plan.plan import Plan
 from osdp.plan.search_options import SearchOptions
 from osdp.plan.sharding import Mode
 from osdp.plan.tensor_parallel import TensorParallelPlan
+from osdp.plan.tensor_parallel_rank import RankDesc
 from osdp.plan.token_slices import TokenSlices
 from osdp.profiler.roofline import estimate
 from osdp.search.pipeline.planner import plan_at
@@ -41,7 +43,7 @@ from osdp.search.sharding.planner import Candidate
 from osdp.tracing.computed_in import as_stored, batch_in, computing_in, describe_computed_in
 from osdp.tracing.dataflow import trace_flow
 from osdp.tracing.sample_batch import SampleBatch
-from osdp.tracing.tensor_parallel.derive import derive
+from osdp.tracing.tensor_parallel.derive import PROVEN_TOKENS, derive
 from osdp.tracing.tensors import map_leaves
 from osdp.tracing.trace import describe
 
@@ -51,8 +53,6 @@ _MODES = {
     2: (Mode.SHARD_GRAD_OP,),
     3: (Mode.FULL_SHARD,),
 }
-#: Tokens for each tensor-parallel rank with which it is proven that they compute what one does.
-_PROVEN_TOKENS = 16
 #: How notes begin that tell where a plan differs from its layout.
 _DEPARTURE = "unlike its layout: "
 _ANY = (Mode.NO_SHARD, Mode.SHARD_OPTIMIZER, Mode.SHARD_GRAD_OP, Mode.FULL_SHARD)
@@ -83,7 +83,8 @@ def runnable_plan(
         optimizer: Name of a ``torch.optim`` class.
         rates: Efficiencies of the devices.
         tensor_plan: How tensor-parallel ranks share the model's layers; derived from it if ``None``.
-        few_blocks: The model with a few of its blocks, which is described in its place, since all are alike.
+        few_blocks: The same model with fewer blocks, at least :data:`osdp.model.more_blocks.LEAST_BLOCKS`,
+            which is traced in its place; those in the middle must be alike.
 
     Returns:
         The plan; its notes list where it differs from the layout.
@@ -92,7 +93,8 @@ def runnable_plan(
         InfeasibleError: A stage does not fit in memory according to the trace.
         ValueError: The model's blocks are not the layout's layers, or the model cannot be cut at the stage
             boundaries, or its sequences not into token slices; or the layout has context parallelism, or the
-            model experts, which the runtime's stages do not have.
+            model experts, which the runtime's stages do not have; or ``few_blocks`` is not the model with
+            fewer of them.
     """
     layout = plan.layout
     if layout.cp > 1:
@@ -112,19 +114,18 @@ def runnable_plan(
     training = Training(
         optimizer=optimizer, param_dtype=half, local_batch=layout.samples, microbatches=layout.microbatches
     )
-    traced = _Traced.of(model, sample_inputs, few_blocks, workload.shape.layers, half)
+    described = _Described.of(model, sample_inputs, few_blocks, workload.shape.layers, half)
     # First the modes of the layout's ZeRO stage, then, if these do not fit, all of them.
     wanted = _wanted(layout)
-    part = None
+    rank = None
     for modes in dict.fromkeys((wanted, _ANY)):
         rules = SearchOptions(allowed=modes, recompute=layout.recompute is not RecomputeLayers.NONE)
         try:
             if layout.degrees.pp == layout.degrees.tp == 1:
-                made = _flat(traced.desc, device, training, rules)
+                made = _flat(described.desc, device, training, rules)
             else:
-                if part is None:
-                    part = _part(plan, workload, traced, tensor_plan)
-                made = _staged(plan, workload, traced, part, device, training, rules)
+                rank = rank or _rank_desc(plan, workload, described, tensor_plan)
+                made = _staged(plan, workload, described, rank, device, training, rules)
             told = _departures(made, plan, workload.shape, modes)
             return replace(made, notes=(*made.notes, *(f"{_DEPARTURE}{each}" for each in told)))
         except InfeasibleError:
@@ -158,10 +159,11 @@ def traced_layers(
         few_blocks: As for :func:`runnable_plan`.
 
     Raises:
-        ValueError: Its blocks are not the layers of the workload's shape.
+        ValueError: Its blocks are not the layers of the workload's shape, or ``few_blocks`` is not the model
+            with fewer of them.
     """
     half = _half(workload, kind, "bfloat16")  # as large as any other
-    desc = _Traced.of(model, sample_inputs, few_blocks, workload.shape.layers, half).desc
+    desc = _Described.of(model, sample_inputs, few_blocks, workload.shape.layers, half).desc
     shape, blocks = workload.shape, len(desc.block_segments)
     if blocks != shape.layers + shape.decoder_layers:
         raise ValueError(
@@ -179,22 +181,22 @@ def _half(workload: Workload, kind: str, dtype: str) -> str | None:
 
 
 @dataclass(frozen=True)
-class _Traced:
-    """A model and its description, from that of the model with a few of its blocks where one is given.
+class _Described:
+    """A model and its description, from that of the model with fewer blocks where one is given.
 
     Attributes:
         model: The model.
         batch: A batch of it.
         desc: Its description.
-        traced: What was traced: the model itself, or that with few blocks.
-        traced_desc: Description of that.
+        source: What was run on fake tensors: the model itself, or the one with fewer blocks.
+        source_desc: Description of that.
     """
 
     model: nn.Module
     batch: SampleBatch
     desc: ModelDesc
-    traced: nn.Module
-    traced_desc: ModelDesc
+    source: nn.Module
+    source_desc: ModelDesc
 
     @classmethod
     def of(
@@ -204,43 +206,62 @@ class _Traced:
         few_blocks: nn.Module | None,
         layers: int,
         dtype: str | None,
-    ) -> "_Traced":
+    ) -> "_Described":
         """Describe a model as computed in ``dtype``; parameters keep the model's own dtype.
 
         Raises:
-            ValueError: The model with few blocks is not that model beside its ``layers``.
+            ValueError: The model with few blocks is not the model with fewer than its ``layers``.
         """
-        traced, batch = few_blocks or model, SampleBatch.of(sample_inputs)
-        desc = describe(traced, batch) if dtype is None else describe_computed_in(traced, batch, dtype)
+        source = model if few_blocks is None else few_blocks
+        batch = SampleBatch.of(sample_inputs)
+        desc = describe(source, batch) if dtype is None else describe_computed_in(source, batch, dtype)
         if few_blocks is None:
-            return cls(model, batch, desc, traced, desc)
+            return cls(model, batch, desc, source, desc)
         whole = with_more_blocks(desc, layers)
         described = {each.name: each.shape for op in whole.operators for each in op.parameters}
-        if described != {name: tuple(each.shape) for name, each in model.named_parameters()}:
+        buffers = [{name: each.shape for name, each in module.named_buffers()} for module in (model, source)]
+        if described != {name: tuple(each.shape) for name, each in model.named_parameters()} or (
+            buffers[0] != buffers[1]
+        ):
             raise ValueError(
-                f"{desc.name} with {layers} blocks has other parameters than the model that it describes"
+                f"{desc.name} with {layers} blocks has other parameters or buffers than the model that it "
+                "describes"
             )
-        return cls(model, batch, whole, traced, desc)
+        return cls(model, batch, whole, source, desc)
 
-    def rank(self, plan: TensorParallelPlan, *, sequence_parallel: bool) -> RankModel:
-        """What one tensor-parallel rank computes, with the work and the exchanges of the compute dtype."""
-        dtype, traced = self.desc.computed_in, self.traced
+    @property
+    def flow(self) -> Dataflow:
+        """The dataflow of the model, with the values of the compute dtype."""
+        return trace_flow(self._computing(self.model), self._batch)
+
+    def rank(self, plan: TensorParallelPlan, *, sequence_parallel: bool) -> RankDesc:
+        """What one tensor-parallel rank computes and exchanges, in the compute dtype."""
         part = make_rank_model(
-            traced if dtype is None else computing_in(traced, dtype),
-            self.batch if dtype is None else batch_in(self.batch, dtype),
-            self.traced_desc,
+            self._computing(self.source),
+            self._batch,
+            self.source_desc,
             plan.degree,
             sequence_parallel,
             loss_fn=None,
             policy=None,
-            plan=plan.restricted([name for name, _ in traced.named_modules()]),
+            plan=plan.restricted([name for name, _ in self.source.named_modules()]),
         )
         assert part.shared is not None
-        desc = part.desc if dtype is None else as_stored(part.desc, traced, self.batch, dtype)
-        if traced is not self.model:
+        desc, dtype = part.desc, self.desc.computed_in
+        if dtype is not None:
+            desc = as_stored(desc, self.source, self.batch, dtype)
+        if self.source is not self.model:
             desc = with_more_blocks(desc, len(self.desc.block_segments))
-        shared = replace(part.shared, model=self.desc.fingerprint, plan=plan, desc=desc)
-        return replace(part, desc=desc, shared=shared)
+        return replace(part.shared, model=self.desc.fingerprint, plan=plan, desc=desc)
+
+    def _computing(self, module: nn.Module) -> nn.Module:
+        dtype = self.desc.computed_in
+        return module if dtype is None else computing_in(module, dtype)
+
+    @property
+    def _batch(self) -> SampleBatch:
+        dtype = self.desc.computed_in
+        return self.batch if dtype is None else batch_in(self.batch, dtype)
 
 
 def _require_sliceable(model: nn.Module, slices: int) -> None:
@@ -290,44 +311,44 @@ def _flat(model_desc: ModelDesc, device: DeviceInfo, training: Training, rules: 
     )
 
 
-def _part(
-    plan: ClusterPlan, workload: Workload, traced: _Traced, tensor_plan: TensorParallelPlan | None
-) -> RankModel:
-    """What one rank of a stage computes of all stages' layers."""
+def _rank_desc(
+    plan: ClusterPlan, workload: Workload, described: _Described, tensor_plan: TensorParallelPlan | None
+) -> RankDesc | None:
+    """What one tensor-parallel rank computes and exchanges; ``None`` without others."""
     tp, shared = plan.layout.degrees.tp, workload.sequence_parallel
     if tp == 1:
-        return RankModel(traced.model, traced.desc)
+        return None
     if tensor_plan is None:
-        few_tokens = _few_tokens(traced.batch, workload, tp)
-        tensor_plan = derive(traced.model, few_tokens, tp, sequence_parallel=shared)
-    return traced.rank(tensor_plan, sequence_parallel=shared)
+        few_tokens = _few_tokens(described.batch, workload, tp)
+        tensor_plan = derive(described.model, few_tokens, tp, sequence_parallel=shared)
+    return described.rank(tensor_plan, sequence_parallel=shared)
 
 
 def _staged(
     plan: ClusterPlan,
     workload: Workload,
-    traced: _Traced,
-    part: RankModel,
+    described: _Described,
+    rank: RankDesc | None,
     device: DeviceInfo,
     training: Training,
     rules: SearchOptions,
 ) -> Plan:
     """Plan a layout with pipeline stages or tensor parallelism, stage by stage."""
     # The trace is cut at the layout's boundaries, and stages are planned there.
-    (profile,) = part.profiler(
-        traced.desc, device, lambda wanted: [estimate(part.desc, device, each) for each in wanted]
-    )([training])
-    flow = trace_flow(traced.model, traced.batch)
+    profile = estimate(described.desc if rank is None else rank.desc, device, training)
+    if rank is not None:
+        profile = with_exchanges(profile, rank, device)
+    flow = described.flow
     found = plan_at(
-        step_bounds(flow, traced.desc, chunks(plan, workload.shape)),
-        traced.desc,
+        step_bounds(flow, described.desc, chunks(plan, workload.shape)),
+        described.desc,
         flow,
         Candidate(training, profile),
         device,
         rules,
         plan.layout.degrees,
         plan.layout.schedule,
-        part.shared,
+        rank,
     )
     slices = plan.layout.token_slices
     if slices == 1:
@@ -348,7 +369,7 @@ def _few_tokens(batch: SampleBatch, workload: Workload, tp: int) -> SampleBatch:
         return batch
 
     def first(leaf: Any) -> Any:
-        return leaf[:1, : _PROVEN_TOKENS * tp] if isinstance(leaf, torch.Tensor) else leaf
+        return leaf[:1, : PROVEN_TOKENS * tp] if isinstance(leaf, torch.Tensor) else leaf
 
     return SampleBatch(map_leaves(first, batch.args), map_leaves(first, batch.kwargs))
 

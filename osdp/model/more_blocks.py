@@ -17,21 +17,26 @@ def with_more_blocks(desc: ModelDesc, count: int) -> ModelDesc:
     last may differ from the others, as those do that keep a mask for all, or that feed the head.
 
     Args:
-        desc: Description of the model with few blocks, at least :data:`LEAST_BLOCKS`. Their buffers are none,
-            or those of all.
+        desc: Description of the model with few blocks, at least :data:`LEAST_BLOCKS`, without buffers of
+            their own.
         count: Number of blocks of the model, at least as many.
 
     Raises:
-        ValueError: There are too few blocks, they are not one chain, or those in the middle differ.
+        ValueError: There are too few blocks or too many, they are not one chain, some are described as one,
+            share parameters with others, or those in the middle differ.
     """
     blocks = [*desc.block_segments]
     home = blocks[0].rpartition(".")[0] if blocks else ""
     numbered = [f"{home}.{index}" for index in range(max(len(blocks), LEAST_BLOCKS))]
-    if blocks != numbered or count < len(blocks):
+    if blocks != numbered:
         raise ValueError(
-            f"to describe {count} blocks of {desc.name} takes {LEAST_BLOCKS} to {count} that are numbered "
-            f"from 0, got {', '.join(blocks) or 'none'}"
+            f"to describe {count} blocks of {desc.name} takes at least {LEAST_BLOCKS} that are numbered from "
+            f"0, got {', '.join(blocks) or 'none'}"
         )
+    if count < len(blocks):
+        raise ValueError(f"{desc.name} has {len(blocks)} blocks, more than the {count} to describe")
+    if any(is_inside(each.name, home) for each in desc.opaque):
+        raise ValueError(f"{desc.name} has blocks with modules that are described as one: trace it whole")
     middle = len(blocks) // 2
     copied = _block_of(desc, blocks[middle])
     if any(
@@ -41,7 +46,7 @@ def with_more_blocks(desc: ModelDesc, count: int) -> ModelDesc:
         raise ValueError(f"the blocks {blocks[1]} to {blocks[-2]} of {desc.name} are not alike")
     extra, span = count - len(blocks), len(copied.segments)
     end = desc.block_segments[blocks[middle]][-1] + 1
-    # The module that calls the blocks has a part of its own after each.
+    # The module that calls the blocks has a part after each: those after the copies are numbered on.
     caller = max((name for name in desc.modules if is_inside(home, name)), key=len)
 
     def later(name: str) -> str:
@@ -91,14 +96,14 @@ class _Block:
     operators: tuple[Operator, ...]
     modules: tuple[str, ...]
 
-    def renamed(self, name: str, blocks: int) -> "_Block":
+    def renamed(self, name: str, later: int) -> "_Block":
         """The block called ``name``, so many blocks later."""
 
         def of(old: str) -> str:
             return f"{name}{old[len(self.name) :]}" if is_inside(old, self.name) else old
 
         def placed(operator: Operator) -> Operator:
-            first, last = (index + blocks * len(self.segments) for index in (operator.first, operator.last))
+            first, last = (index + later * len(self.segments) for index in (operator.first, operator.last))
             return _renamed(replace(operator, first=first, last=last), of)
 
         return _Block(

@@ -12,7 +12,7 @@ from osdp.cluster.cost.stage import ClusterPrices
 from osdp.cluster.cost.step import price
 from osdp.cluster.known_transformers import SHAPES
 from osdp.cluster.plan import ParallelLayout, StageSlot, Workload
-from osdp.cluster.runnable import _Traced, device_of_stage, runnable_plan, step_bounds, traced_layers
+from osdp.cluster.runnable import _Described, device_of_stage, runnable_plan, step_bounds, traced_layers
 from osdp.cluster.search.layouts import arrange
 from osdp.cluster.search.space import cells_of
 from osdp.cluster.transformer import Item
@@ -176,7 +176,7 @@ def test_the_plan_takes_the_memory_that_its_layout_was_priced_with(name: str) ->
         assert 0.95 < share < 1.05 if zero == 0 else 0.75 < share < 1.1
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama2-7b"])
+@pytest.mark.parametrize("name", ["gpt2", "llama2-7b", "bert-large"])
 def test_a_plan_made_of_few_blocks_is_that_of_the_whole_trace(name: str) -> None:
     numbers = replace(SHAPES[name], layers=7, sequence=64)
     load = Workload(shape=numbers, global_batch=16, sequence_parallel=True)
@@ -193,7 +193,7 @@ def test_a_plan_made_of_few_blocks_is_that_of_the_whole_trace(name: str) -> None
         basis = found, devices, load, model, token_batch(2, 64)
         tensor = tensor_plan_of_shape(model, numbers, 2, sequence_parallel=True) if degrees.tp > 1 else None
         assert runnable_plan(*basis, tensor_plan=tensor, few_blocks=few) == runnable_plan(*basis)
-    with pytest.raises(ValueError, match="with 7 blocks has other parameters than the model"):
+    with pytest.raises(ValueError, match="with 7 blocks has other parameters or buffers than the model"):
         runnable_plan(*basis, few_blocks=blocks_of_shape(replace(numbers, vocabulary=999), 4))
 
 
@@ -202,10 +202,9 @@ def test_a_rank_computes_and_exchanges_in_the_dtype_of_compute() -> None:
     model, sample = model_of_shape(numbers), token_batch(1, 64)
     plan = tensor_plan_of_shape(model, numbers, 2, sequence_parallel=False)
     wide, narrow = (
-        _Traced.of(model, sample, None, 2, dtype).rank(plan, sequence_parallel=False).shared
+        _Described.of(model, sample, None, 2, dtype).rank(plan, sequence_parallel=False)
         for dtype in (None, "bfloat16")
     )
-    assert wide is not None and narrow is not None
     assert [op.parameters for op in narrow.desc.operators] == [op.parameters for op in wide.desc.operators]
     # It sent twice as much as it does when both descriptions were of float32.
     summed = [
@@ -213,6 +212,13 @@ def test_a_rank_computes_and_exchanges_in_the_dtype_of_compute() -> None:
     ]
     assert summed[1] < 0.6 * summed[0]
     assert narrow.desc.computed_in == "bfloat16"
+    # So do stages, whose messages are values of the dataflow.
+    sent = [_Described.of(model, sample, None, 2, dtype).flow for dtype in (None, "bfloat16")]
+    middle = [
+        max(value.nbytes(1) for value in flow.values if value.dtype == dtype)
+        for flow, dtype in zip(sent, ("float32", "bfloat16"), strict=True)
+    ]
+    assert middle[1] * 2 == middle[0]
 
 
 def test_other_numbers_of_blocks_are_refused() -> None:

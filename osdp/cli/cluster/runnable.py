@@ -30,7 +30,10 @@ from osdp.model.more_blocks import LEAST_BLOCKS
 from osdp.text import format_bytes, format_seconds, wrapped
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from osdp.plan.plan import Plan
+    from osdp.plan.tensor_parallel import TensorParallelPlan
 
 
 def runnable_space(space: LayoutSpace) -> LayoutSpace:
@@ -169,14 +172,15 @@ def first_that_fits(
 
     shape, shared = prices.workload.shape, prices.workload.sequence_parallel
     few = _few_blocks(request, shape)
+    tensor_plans: dict[int, TensorParallelPlan] = {}
     for row, plan in enumerate(plans, start=1):
         model, sample = _build(request, shape, plan.layout.samples)
-        tensor_plan, tp = None, plan.layout.degrees.tp
-        if tp > 1 and _is_built_of_shape(request):
-            tensor_plan = tensor_plan_of_shape(model, shape, tp, sequence_parallel=shared)
+        tp = plan.layout.degrees.tp
+        if tp > 1 and tp not in tensor_plans and _is_built_of_shape(request):
+            tensor_plans[tp] = tensor_plan_of_shape(model, shape, tp, sequence_parallel=shared)
         basis = plan, prices.cluster, prices.workload, model, sample
         try:
-            made = runnable_plan(*basis, rates=prices.rates, tensor_plan=tensor_plan, few_blocks=few)
+            made = runnable_plan(*basis, rates=prices.rates, tensor_plan=tensor_plans.get(tp), few_blocks=few)
         except InfeasibleError as error:
             if row == len(plans):
                 raise
@@ -228,7 +232,7 @@ def _is_built_of_shape(request: ClusterRequest) -> bool:
     return not (is_folder(request.model) or _has_model(request.model))
 
 
-def _few_blocks(request: ClusterRequest, shape: TransformerShape) -> Any:
+def _few_blocks(request: ClusterRequest, shape: TransformerShape) -> "nn.Module | None":
     """The model with as many blocks as are traced for all; ``None`` if it is traced whole."""
     from osdp.integrations.huggingface.shaped_models import blocks_of_shape
 

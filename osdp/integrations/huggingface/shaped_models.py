@@ -9,7 +9,7 @@ from torch import nn
 from osdp.cluster.transformer import TransformerShape
 from osdp.integrations.huggingface.models import language_model, token_batch
 from osdp.plan.tensor_parallel import TensorParallelPlan
-from osdp.tracing.tensor_parallel.derive import derive, with_sizes_of
+from osdp.tracing.tensor_parallel.derive import PROVEN_TOKENS, derive, with_sizes_of
 
 _INSTEAD = "give a JSON file of its configuration, or a folder that osdp profile wrote, as --model"
 
@@ -17,9 +17,8 @@ _INSTEAD = "give a JSON file of its configuration, or a folder that osdp profile
 #: out norms, token types and heads of encoders.
 _BESIDE = 0.03
 
-
-#: Channels of a head, and tokens for each rank, with which tensor-parallel ranks are proven.
-_PROVEN_WIDTH, _PROVEN_TOKENS = 8, 16
+#: Channels of a head in the narrow model on which tensor parallelism is proven.
+_PROVEN_WIDTH = 8
 
 #: Properties of a shape that a model family fixes, with the allowed values.
 _BUILT: dict[str, dict[str, tuple[Any, ...]]] = {
@@ -48,7 +47,11 @@ def model_of_shape(shape: TransformerShape) -> nn.Module:
 
 
 def blocks_of_shape(shape: TransformerShape, layers: int) -> nn.Module:
-    """The model of :func:`model_of_shape` with another number of layers."""
+    """The model of :func:`model_of_shape` with ``layers`` layers; its parameters are not counted.
+
+    Raises:
+        ValueError: No supported class has this architecture.
+    """
     family = family_of(shape)
     return language_model(family, _fields(family, replace(shape, layers=layers)))
 
@@ -70,9 +73,9 @@ def tensor_plan_of_shape(
     Raises:
         ValueError: They cannot share its heads, or its feed-forward blocks.
     """
-    batch = token_batch(1, min(_PROVEN_TOKENS * degree, shape.sequence))
-    if shape.inner % degree:
-        # Its feed-forward blocks are not divided, for a reason that names their width.
+    batch = token_batch(1, min(PROVEN_TOKENS * degree, shape.sequence))
+    if shape.inner % degree or shape.vocabulary < shape.hidden:
+        # A narrow model does not show that a width is not divisible, or a vocabulary too small to be sharded.
         return derive(model, batch, degree, sequence_parallel=sequence_parallel)
     hidden = _PROVEN_WIDTH * shape.heads
     width = _PROVEN_WIDTH if shape.head_width else 0

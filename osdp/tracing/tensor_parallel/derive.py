@@ -29,6 +29,9 @@ from osdp.tracing.tensor_parallel.linear_graph import FeatureFlow, trace_feature
 from osdp.tracing.tensor_parallel.regions import Region, RegionSolver, join, join_regions
 from osdp.tracing.tensor_parallel.sequence import share_sequence
 
+#: Tokens for each rank that are enough to prove that all together compute what one does.
+PROVEN_TOKENS = 16
+
 
 def derive(
     model: nn.Module,
@@ -64,7 +67,18 @@ def derive(
 
 
 def with_sizes_of(plan: TensorParallelPlan, model: nn.Module) -> TensorParallelPlan:
-    """The plan of a narrow model, for a wide one of the same class with the same modules."""
+    """The plan with the sizes of ``model``, which has the same modules in other widths.
+
+    Reasons for which modules are kept whole stay as they are.
+
+    Args:
+        plan: Derived from a model of the same class.
+        model: The model.
+
+    Raises:
+        KeyError: A sharded module has no weight in ``model``.
+        AttributeError: A divided attribute is missing there.
+    """
     weights = dict(model.named_parameters(remove_duplicate=False))
     return replace(
         plan,
