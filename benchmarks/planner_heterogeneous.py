@@ -2,22 +2,26 @@
 
 Two emulated hosts (:mod:`benchmarks.support.testbed`) of two ranks each, joined by rate-limited uplinks; the
 layers of one host take three times as long. Compute is emulated: each layer sleeps, so that four ranks share
-two cores, while communication is real. The planner is given the times of the layers on both kinds of device
-(:class:`osdp.cluster.layer_profile.LayerProfile`) and the measured link, and lays the model out; that plan,
-the same with even stages, and every layout made by hand in a small space (degrees, which host comes first,
-even stages and stages in proportion to the hosts' speed) train in turn. Predicted times stand beside the
-measured ones, and the loss after the last step must be that of a single process.
+two cores, while communication is real. Tensor-parallel ranks share the sleep of a layer as they share its
+features, and exchange its output. The planner is given the measured times of the layers on both kinds of
+device (:class:`osdp.cluster.layer_profile.LayerProfile`) and of the links, and lays the model out; that plan,
+the same with even stages, and every layout made by hand in a small space (degrees of all three kinds, which
+host comes first, even stages and stages in proportion to the hosts' speed) train in turn. Predicted times
+stand beside the measured ones, and the loss after the last step must be that of a single process.
 
     python -m benchmarks.planner_heterogeneous [--quick] [--json FILE]
 """
 
 import sys
-from dataclasses import dataclass, replace
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from statistics import median
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -26,7 +30,7 @@ from benchmarks.support.baselines import TrainStep, make_optimizer, rank_batches
 from benchmarks.support.harness import Options, Result, Row
 from benchmarks.support.launch import WorkerError
 from benchmarks.support.models import Case, loss_of
-from benchmarks.support.stages import WIDTH, Naps, Sleeper, agreed, sleepers
+from benchmarks.support.stages import WIDTH, Naps, SharedSleeper, agreed, sleepers
 from benchmarks.support.testbed import NetworkUnavailableError, launch_over
 from benchmarks.support.timing import paired_ratio
 from benchmarks.support.turns import take_turns
@@ -40,9 +44,10 @@ from osdp.cluster.runnable import runnable_plan
 from osdp.cluster.search.layouts import best_layouts
 from osdp.cluster.search.space import LayoutSpace
 from osdp.cluster.transformer import Item, TransformerShape
+from osdp.hardware.device_info import Link, PointToPointLink
 from osdp.plan.dims import ParallelDims
 from osdp.plan.shard_math import part_sizes
-from osdp.profiler.links.axis_links import measure_stage_link
+from osdp.profiler.links.axis_links import measure_stage_link, measure_tensor_links
 from osdp.runtime.mesh import parallel_mesh
 
 GIB = 2**30
@@ -51,10 +56,12 @@ NAPS = Naps(0.010, 0.010, 0.010)
 #: How much slower the second host is.
 SLOWNESS = 3
 MEGABITS = 500
+#: Hosts by kind, and degrees of tensor parallelism.
+KINDS, TENSOR_DEGREES = ("fast", "slow"), (1, 2, 4)
 PLANNED, EVEN, AGAIN = "planned", "even", "planned again"
 LOSS_TOLERANCE = 1e-3
 SHAPE = TransformerShape(
-    name="sleepers", layers=LAYERS, hidden=WIDTH, heads=1, sequence=16, vocabulary=WIDTH, tied=False
+    name="sleepers", layers=LAYERS, hidden=WIDTH, heads=4, sequence=16, vocabulary=WIDTH, tied=False
 )
 LOAD = Workload(
     shape=SHAPE, global_batch=GLOBAL_BATCH, weight_bytes=4, gradient_bytes=4, reduce_bytes=4, state_bytes=8
@@ -74,46 +81,78 @@ class Entry:
 
 def model(slow: bool, *, awake: bool = False) -> Case:
     """The emulated model as a rank of one host computes it; its parameters are the same on both."""
-    case = sleepers("unequal hosts", [NAPS] * LAYERS, awake=awake)
+    case = sleepers("unequal hosts", [NAPS] * LAYERS, awake=awake, kind=SharedSleeper)
 
     def build() -> nn.Module:
         made = case.build()
         for layer in made.modules():
-            if isinstance(layer, Sleeper):
+            if isinstance(layer, SharedSleeper):
                 layer.naps = layer.naps.times(SLOWNESS if slow else 1)
         return made
 
     return replace(case, build=build)
 
 
-def prices_of(latency: float, bandwidth: float) -> ClusterPrices:
-    """The cluster with its measured link, and the layers' times on both kinds of device."""
-    kinds = [("fast", 1), ("slow", SLOWNESS)]
-    wire = NetworkLink(bandwidth, latency)
+def layer_seconds(naps: Naps) -> tuple[float, float]:
+    """Measured seconds of forward and of backward of a layer, median of several in a row."""
+    layers = nn.Sequential(*(SharedSleeper(naps) for _ in range(4)))
+    x = torch.randn(SAMPLES, SHAPE.sequence, WIDTH, requires_grad=True)
+    passes: list[tuple[float, float]] = []
+    for _ in range(5):
+        began = time.perf_counter()
+        out = layers(x).sum()
+        between = time.perf_counter()
+        out.backward()
+        passes.append((between - began, time.perf_counter() - between))
+    forward, backward = (median(seconds) / len(layers) for seconds in zip(*passes, strict=True))
+    return forward, backward
+
+
+def measured_layers(slow: bool) -> dict[tuple[bool, int], tuple[float, float]]:
+    """What a layer, or a part of it, takes on both hosts while all ranks compute, by slowness and degree."""
+    mine = {(slow, tp): layer_seconds(NAPS.times((SLOWNESS if slow else 1) / tp)) for tp in TENSOR_DEGREES}
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return {key: seconds for rank in everyone for key, seconds in rank.items()}
+
+
+def prices_of(
+    uplink: PointToPointLink, inside: Link, layers: Mapping[tuple[bool, int], tuple[float, float]]
+) -> ClusterPrices:
+    """The cluster with its measured links, and the layers' times on both kinds of device.
+
+    Args:
+        uplink: From stage to stage between the hosts.
+        inside: All-reduces of the two ranks of a host.
+        layers: From :func:`measured_layers`.
+    """
+    # A ring of two sends half of the bytes there and half back.
+    near = NetworkLink(inside.bandwidth, inside.latency / 2)
+    far = NetworkLink(2 * uplink.bandwidth, uplink.latency)
     groups = []
-    for name, _ in kinds:
+    for name in KINDS:
         gpu = Gpu(name, 1e12, 8 * GIB, 1e11)
-        groups.append(NodeGroup(NodeType(name, gpu, 2, wire, NetworkLink(2 * bandwidth, latency)), 1))
+        groups.append(NodeGroup(NodeType(name, gpu, 2, near, far), 1))
     profiles = [
         LayerProfile(
             name,
             SHAPE.name,
             WIDTH,
             "float32",
-            (
-                _time(Item.LAYER, slower * NAPS.forward, slower * (NAPS.inputs + NAPS.weights)),
-                _time(Item.EMBEDDING, 0.0, 0.0),
-                _time(Item.HEAD, 0.0, 0.0),
+            tuple(
+                _time(item, tp, *(layers[bool(slow), tp] if item is Item.LAYER else (0.0, 0.0)))
+                for tp in TENSOR_DEGREES
+                for item in (Item.LAYER, Item.EMBEDDING, Item.HEAD)
             ),
         )
-        for name, slower in kinds
+        for slow, name in enumerate(KINDS)
     ]
     return ClusterPrices(Cluster(tuple(groups)), LOAD, profiles=profiles)
 
 
-def _time(item: Item, forward: float, backward: float) -> LayerCost:
+def _time(item: Item, tp: int, forward: float, backward: float) -> LayerCost:
     """What an item takes; there is memory for all layouts, whatever it keeps."""
-    return LayerCost(LayerCase(item, SAMPLES, SHAPE.sequence, 1), 0, 0, forward, backward)
+    return LayerCost(LayerCase(item, SAMPLES, SHAPE.sequence, tp), 0, 0, forward, backward)
 
 
 def contest(prices: ClusterPrices) -> list[Entry]:
@@ -124,15 +163,17 @@ def contest(prices: ClusterPrices) -> list[Entry]:
         Entry(PLANNED, planned),
         Entry(EVEN, price(prices, planned.layout, (0, *accumulate(even)), planned.slots)),
     ]
-    for pp, dp in ((4, 1), (2, 2), (1, 4)):
-        layout = ParallelLayout(ParallelDims(pp, dp, 1), SAMPLES, GLOBAL_BATCH // dp // SAMPLES)
+    for pp, dp, tp in ((4, 1, 1), (2, 2, 1), (2, 1, 2), (1, 4, 1), (1, 2, 2)):
+        layout = ParallelLayout(ParallelDims(pp, dp, tp), SAMPLES, GLOBAL_BATCH // dp // SAMPLES)
         for first in (0, 1) if pp > 1 else (0,):
             slots = _slots(pp, first)
             for kind, sizes in _cuts(pp, slots).items():
                 made = price(prices, layout, (0, *accumulate(sizes)), slots)
-                known = [(entry.plan.bounds, entry.plan.slots) for entry in entries]
-                if (made.bounds, made.slots) not in known:
-                    entries.append(Entry(f"pp={pp} dp={dp}, {_order(first)}, {kind}", made))
+                known = [
+                    (entry.plan.layout.degrees, entry.plan.bounds, entry.plan.slots) for entry in entries
+                ]
+                if (layout.degrees, made.bounds, made.slots) not in known:
+                    entries.append(Entry(f"pp={pp} dp={dp} tp={tp}, {_order(first)}, {kind}", made))
     return entries
 
 
@@ -165,8 +206,11 @@ def compare(rank: int, world_size: int, *, rounds: int, quick: bool) -> dict[str
     del world_size
     torch.set_num_threads(1)
     probe = parallel_mesh(model(False).model(device="meta"), ParallelDims(4, 1, 1))
-    link = agreed(measure_stage_link(probe["pp"].get_group(), torch.device("cpu")))
-    prices = prices_of(link.latency, link.bandwidth)
+    uplink = agreed(measure_stage_link(probe["pp"].get_group(), torch.device("cpu")))
+    pairs = parallel_mesh(model(False).model(device="meta"), ParallelDims(2, 1, 2))["tp"].get_group()
+    inside = agreed(measure_tensor_links(pairs, torch.device("cpu")))
+    reduce = next(link for link in inside if link.collective == "all_reduce")
+    prices = prices_of(uplink, reduce, measured_layers(rank >= 2))
     entries = contest(prices)
     if quick:
         entries = entries[:4]
@@ -182,7 +226,7 @@ def compare(rank: int, world_size: int, *, rounds: int, quick: bool) -> dict[str
         "steps": turns.steps,
         "predicted": {entry.name: entry.plan.step_seconds for entry in entries},
         "bounds": {entry.name: entry.plan.bounds for entry in entries},
-        "link": [link.latency, link.bandwidth],
+        "degrees": {entry.name: asdict(entry.plan.layout.degrees) for entry in entries},
     }
 
 
@@ -219,6 +263,7 @@ def rows_of(found: dict[str, Any]) -> list[Row]:
         row: Row = {
             "name": name,
             "compute": "emulated",
+            "degrees": found["degrees"].get(name),
             "bounds": found["bounds"].get(name),
             "seconds": seconds,
             "predicted_seconds": predicted,
@@ -265,9 +310,15 @@ def measure(options: Options) -> Result:
     return result
 
 
+def _degrees(row: Row) -> str | None:
+    degrees = row.get("degrees")
+    return degrees and " ".join(f"{axis}={count}" for axis, count in degrees.items())
+
+
 def _cells(row: Row) -> list[object]:
     return [
-        row["name"], row.get("bounds"), median(row["seconds"]), row["predicted_seconds"], row["time_error"],
+        row["name"], _degrees(row), row.get("bounds"), median(row["seconds"]), row["predicted_seconds"],
+        row["time_error"],
         f"{row['planned_over']:.3f} [{row['interval'][0]:.3f}, {row['interval'][1]:.3f}]",
         row["loss_difference"],
     ]  # fmt: skip
@@ -275,7 +326,16 @@ def _cells(row: Row) -> list[object]:
 
 def main(arguments: list[str] | None = None) -> int:
     result = measure(harness.parse_options("planner_heterogeneous", __doc__, arguments))
-    columns = ["layout", "items", "s/step", "predicted", "time error", "planned is faster", "loss difference"]
+    columns = [
+        "layout",
+        "degrees",
+        "items",
+        "s/step",
+        "predicted",
+        "time error",
+        "planned is faster",
+        "loss difference",
+    ]
     measured = [_cells(row) for row in result.rows if "seconds" in row]
     harness.table("two hosts, one of them slower", columns, measured)
     return harness.finish(result)

@@ -115,13 +115,36 @@ class Sleeper(nn.Module):
         return torch.tanh(x * _Weight.apply(self.weight, self.naps.weights).mean(0))
 
 
+class SharedSleeper(nn.Module):
+    """An emulated layer that tensor-parallel ranks can share: each sleeps for its part of the features."""
+
+    def __init__(self, naps: Naps, *, awake: bool = False) -> None:
+        super().__init__()
+        self.naps = naps.times(0.0) if awake else naps
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The input with what the layer makes of it; backward sleeps for inputs and weights at once."""
+        hidden: torch.Tensor = torch.tanh(self.up(x))
+        mine = self.naps.times(hidden.shape[-1] / (2 * WIDTH))
+        both = replace(mine, inputs=mine.inputs + mine.weights)
+        out: torch.Tensor = x + self.down(_Layer.apply(hidden, both, id(self)))
+        return out
+
+
 class Sleepers(nn.Module):
     """A linear layer, emulated layers, and a linear layer with its loss."""
 
-    def __init__(self, naps: Sequence[Naps], *, awake: bool = False) -> None:
+    def __init__(
+        self,
+        naps: Sequence[Naps],
+        *,
+        awake: bool = False,
+        kind: type[Sleeper] | type[SharedSleeper] = Sleeper,
+    ) -> None:
         super().__init__()
         self.first = nn.Linear(WIDTH, WIDTH)
-        self.layers = nn.ModuleList(Sleeper(each, awake=awake) for each in naps)
+        self.layers = nn.ModuleList(kind(each, awake=awake) for each in naps)
         self.last = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -132,13 +155,19 @@ class Sleepers(nn.Module):
         return nn.functional.mse_loss(self.last(x), target)
 
 
-def sleepers(name: str, naps: Sequence[Naps], *, awake: bool = False) -> Case:
+def sleepers(
+    name: str,
+    naps: Sequence[Naps],
+    *,
+    awake: bool = False,
+    kind: type[Sleeper] | type[SharedSleeper] = Sleeper,
+) -> Case:
     """A model of emulated layers; ``awake`` it computes the same without sleep."""
 
     def batch(size: int, generator: torch.Generator) -> Batch:
         return {key: torch.randn(size, 16, WIDTH, generator=generator) for key in ("x", "target")}
 
-    return Case(name, lambda: Sleepers(naps, awake=awake), batch, ("layers",))
+    return Case(name, lambda: Sleepers(naps, awake=awake, kind=kind), batch, ("layers",))
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from benchmarks.support.launch import WorkerError, launch
 from benchmarks.support.models import CASES, FULL_SIZE, loss_of
 from benchmarks.support.timing import Ratio, alternate, paired_ratio
 from benchmarks.support.turns import COMPARED_STEPS, LEAST_ROUNDS, ROUNDS, take_turns_until_narrow
+from osdp.hardware.device_info import Link, PointToPointLink
 from tests.helpers.distributed import run
 from tests.helpers.load import slowdown
 
@@ -219,9 +220,13 @@ def test_hosts_are_gone_after_ctrl_c(request_to_end: signal.Signals):
 
 
 def test_the_planned_layout_is_the_best_of_its_contest_by_its_price() -> None:
-    entries = planner_heterogeneous.contest(planner_heterogeneous.prices_of(1e-4, 6e7))
+    inside = Link("all_reduce", "tensor", 2, 2e-4, 1e9)
+    layers = {(slow, tp): (0.01 * (1 + 2 * slow) / tp,) * 2 for slow in (False, True) for tp in (1, 2, 4)}
+    prices = planner_heterogeneous.prices_of(PointToPointLink(1e-4, 6e7), inside, layers)
+    entries = planner_heterogeneous.contest(prices)
     assert [entry.name for entry in entries[:2]] == ["planned", "even"]
     assert len(entries) > 5
+    assert any(entry.plan.layout.degrees.tp > 1 for entry in entries[2:])
     assert entries[0].plan.step_seconds == min(entry.plan.step_seconds for entry in entries)
 
 
