@@ -56,8 +56,8 @@ NAPS = Naps(0.010, 0.010, 0.010)
 #: How much slower the second host is.
 SLOWNESS = 3
 MEGABITS = 500
-#: Hosts by kind, and degrees of tensor parallelism.
-KINDS, TENSOR_DEGREES = ("fast", "slow"), (1, 2, 4)
+#: Kinds of hosts, and tensor-parallel degrees: the ranks of one host share layers.
+KINDS, TENSOR_DEGREES = ("fast", "slow"), (1, 2)
 PLANNED, EVEN, AGAIN = "planned", "even", "planned again"
 LOSS_TOLERANCE = 1e-3
 SHAPE = TransformerShape(
@@ -109,11 +109,11 @@ def layer_seconds(naps: Naps) -> tuple[float, float]:
 
 
 def measured_layers(slow: bool) -> dict[tuple[bool, int], tuple[float, float]]:
-    """What a layer, or a part of it, takes on both hosts while all ranks compute, by slowness and degree."""
+    """Seconds of a layer, or of a rank's part of it, by slowness and degree: of each host's slower rank."""
     mine = {(slow, tp): layer_seconds(NAPS.times((SLOWNESS if slow else 1) / tp)) for tp in TENSOR_DEGREES}
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
-    return {key: seconds for rank in everyone for key, seconds in rank.items()}
+    return {key: max(found[key] for found in everyone if key in found) for key in set().union(*everyone)}
 
 
 def prices_of(
@@ -128,7 +128,8 @@ def prices_of(
     """
     # A ring of two sends half of the bytes there and half back.
     near = NetworkLink(inside.bandwidth, inside.latency / 2)
-    far = NetworkLink(2 * uplink.bandwidth, uplink.latency)
+    # One pair of neighbours crossed the uplink while it was measured, so it had all of it.
+    far = NetworkLink(uplink.bandwidth, uplink.latency)
     groups = []
     for name in KINDS:
         gpu = Gpu(name, 1e12, 8 * GIB, 1e11)
@@ -173,7 +174,8 @@ def contest(prices: ClusterPrices) -> list[Entry]:
                     (entry.plan.layout.degrees, entry.plan.bounds, entry.plan.slots) for entry in entries
                 ]
                 if (layout.degrees, made.bounds, made.slots) not in known:
-                    entries.append(Entry(f"pp={pp} dp={dp} tp={tp}, {_order(first)}, {kind}", made))
+                    how = f", {_order(first)}, {kind}" if pp > 1 else ""
+                    entries.append(Entry(f"pp={pp} dp={dp} tp={tp}{how}", made))
     return entries
 
 

@@ -116,7 +116,11 @@ class Sleeper(nn.Module):
 
 
 class SharedSleeper(nn.Module):
-    """An emulated layer that tensor-parallel ranks can share: each sleeps for its part of the features."""
+    """An emulated layer that tensor-parallel ranks can share: each sleeps for its part of the features.
+
+    Backward sleeps once, for inputs and weights together. All have one shape, however long they sleep, so
+    that a profile cannot tell them apart.
+    """
 
     def __init__(self, naps: Naps, *, awake: bool = False) -> None:
         super().__init__()
@@ -124,12 +128,16 @@ class SharedSleeper(nn.Module):
         self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The input with what the layer makes of it; backward sleeps for inputs and weights at once."""
+        """The input plus what the layer computes from it."""
         hidden: torch.Tensor = torch.tanh(self.up(x))
         mine = self.naps.times(hidden.shape[-1] / (2 * WIDTH))
         both = replace(mine, inputs=mine.inputs + mine.weights)
         out: torch.Tensor = x + self.down(_Layer.apply(hidden, both, id(self)))
         return out
+
+
+#: Kinds of emulated layers.
+LayerKind = type[Sleeper] | type[SharedSleeper]
 
 
 class Sleepers(nn.Module):
@@ -140,7 +148,7 @@ class Sleepers(nn.Module):
         naps: Sequence[Naps],
         *,
         awake: bool = False,
-        kind: type[Sleeper] | type[SharedSleeper] = Sleeper,
+        kind: LayerKind = Sleeper,
     ) -> None:
         super().__init__()
         self.first = nn.Linear(WIDTH, WIDTH)
@@ -160,7 +168,7 @@ def sleepers(
     naps: Sequence[Naps],
     *,
     awake: bool = False,
-    kind: type[Sleeper] | type[SharedSleeper] = Sleeper,
+    kind: LayerKind = Sleeper,
 ) -> Case:
     """A model of emulated layers; ``awake`` it computes the same without sleep."""
 

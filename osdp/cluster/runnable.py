@@ -8,6 +8,7 @@ ZeRO stage allows: 1 is ``SHARD_OPTIMIZER``, 3 ``FULL_SHARD``. ZeRO 2, and 1 bes
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
@@ -44,7 +45,7 @@ from osdp.tracing.computed_in import as_stored, batch_in, computing_in, describe
 from osdp.tracing.dataflow import trace_flow
 from osdp.tracing.sample_batch import SampleBatch
 from osdp.tracing.tensor_parallel.derive import PROVEN_TOKENS, derive
-from osdp.tracing.tensors import map_leaves
+from osdp.tracing.tensors import dtype_name, map_leaves
 from osdp.tracing.trace import describe
 
 _MODES = {
@@ -84,7 +85,8 @@ def runnable_plan(
         rates: Efficiencies of the devices.
         tensor_plan: How tensor-parallel ranks share the model's layers; derived from it if ``None``.
         few_blocks: The same model with fewer blocks, at least :data:`osdp.model.more_blocks.LEAST_BLOCKS`,
-            which is traced in its place; those in the middle must be alike.
+            whose description is repeated for the others; those in the middle must be alike. The dataflow is
+            that of ``model``.
 
     Returns:
         The plan; its notes list where it differs from the layout.
@@ -93,8 +95,8 @@ def runnable_plan(
         InfeasibleError: A stage does not fit in memory according to the trace.
         ValueError: The model's blocks are not the layout's layers, or the model cannot be cut at the stage
             boundaries, or its sequences not into token slices; or the layout has context parallelism, or the
-            model experts, which the runtime's stages do not have; or ``few_blocks`` is not the model with
-            fewer of them.
+            model experts, which the runtime's stages do not have; or ``few_blocks`` has other parameters or
+            buffers, or ``tensor_plan`` another degree.
     """
     layout = plan.layout
     if layout.cp > 1:
@@ -159,8 +161,8 @@ def traced_layers(
         few_blocks: As for :func:`runnable_plan`.
 
     Raises:
-        ValueError: Its blocks are not the layers of the workload's shape, or ``few_blocks`` is not the model
-            with fewer of them.
+        ValueError: Its blocks are not the layers of the workload's shape, or ``few_blocks`` has other
+            parameters or buffers.
     """
     half = _half(workload, kind, "bfloat16")  # as large as any other
     desc = _Described.of(model, sample_inputs, few_blocks, workload.shape.layers, half).desc
@@ -188,7 +190,7 @@ class _Described:
         model: The model.
         batch: A batch of it.
         desc: Its description.
-        source: What was run on fake tensors: the model itself, or the one with fewer blocks.
+        source: What was described: the model itself, or the one with fewer blocks.
         source_desc: Description of that.
     """
 
@@ -210,7 +212,7 @@ class _Described:
         """Describe a model as computed in ``dtype``; parameters keep the model's own dtype.
 
         Raises:
-            ValueError: The model with few blocks is not the model with fewer than its ``layers``.
+            ValueError: ``few_blocks`` with ``layers`` blocks has other parameters or buffers than ``model``.
         """
         source = model if few_blocks is None else few_blocks
         batch = SampleBatch.of(sample_inputs)
@@ -218,18 +220,24 @@ class _Described:
         if few_blocks is None:
             return cls(model, batch, desc, source, desc)
         whole = with_more_blocks(desc, layers)
-        described = {each.name: each.shape for op in whole.operators for each in op.parameters}
+        described = {
+            each.name: (each.shape, each.dtype, each.trainable)
+            for op in whole.operators
+            for each in op.parameters
+        }
+        own = {
+            name: (tuple(each.shape), dtype_name(each.dtype), each.requires_grad)
+            for name, each in model.named_parameters()
+        }
         buffers = [{name: each.shape for name, each in module.named_buffers()} for module in (model, source)]
-        if described != {name: tuple(each.shape) for name, each in model.named_parameters()} or (
-            buffers[0] != buffers[1]
-        ):
+        if described != own or buffers[0] != buffers[1]:
             raise ValueError(
                 f"{desc.name} with {layers} blocks has other parameters or buffers than the model that it "
                 "describes"
             )
         return cls(model, batch, whole, source, desc)
 
-    @property
+    @cached_property
     def flow(self) -> Dataflow:
         """The dataflow of the model, with the values of the compute dtype."""
         return trace_flow(self._computing(self.model), self._batch)
@@ -321,6 +329,8 @@ def _rank_desc(
     if tensor_plan is None:
         few_tokens = _few_tokens(described.batch, workload, tp)
         tensor_plan = derive(described.model, few_tokens, tp, sequence_parallel=shared)
+    elif tensor_plan.degree != tp:
+        raise ValueError(f"tensor_plan is for {tensor_plan.degree} ranks, and the layout has tp={tp}")
     return described.rank(tensor_plan, sequence_parallel=shared)
 
 

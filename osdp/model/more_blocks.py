@@ -30,8 +30,8 @@ def with_more_blocks(desc: ModelDesc, count: int) -> ModelDesc:
     numbered = [f"{home}.{index}" for index in range(max(len(blocks), LEAST_BLOCKS))]
     if blocks != numbered:
         raise ValueError(
-            f"to describe {count} blocks of {desc.name} takes at least {LEAST_BLOCKS} that are numbered from "
-            f"0, got {', '.join(blocks) or 'none'}"
+            f"to describe {count} blocks of {desc.name} takes at least {LEAST_BLOCKS} in one list that is "
+            f"not the model itself, numbered from 0; got {', '.join(blocks) or 'none'}"
         )
     if count < len(blocks):
         raise ValueError(f"{desc.name} has {len(blocks)} blocks, more than the {count} to describe")
@@ -96,14 +96,14 @@ class _Block:
     operators: tuple[Operator, ...]
     modules: tuple[str, ...]
 
-    def renamed(self, name: str, later: int) -> "_Block":
-        """The block called ``name``, so many blocks later."""
+    def renamed(self, name: str, distance: int) -> "_Block":
+        """What is said of the block ``name``, which comes ``distance`` blocks later and is like this one."""
 
         def of(old: str) -> str:
             return f"{name}{old[len(self.name) :]}" if is_inside(old, self.name) else old
 
         def placed(operator: Operator) -> Operator:
-            first, last = (index + later * len(self.segments) for index in (operator.first, operator.last))
+            first, last = (index + distance * len(self.segments) for index in (operator.first, operator.last))
             return _renamed(replace(operator, first=first, last=last), of)
 
         return _Block(

@@ -27,6 +27,8 @@ PLAN_VERSION = 6
 
 #: How a note begins that says what of a plan was scaled, not measured.
 NOT_MEASURED = "not measured: "
+#: How the note begins that says how far from the best a plan may be that is not proven.
+PROVEN_WITHIN = "proven to be within "
 
 
 @dataclass(frozen=True)

@@ -143,13 +143,16 @@ def reduced_model(
 def _find_draws(reduced: ReducedModel, model_desc: ModelDesc) -> bool | None:
     """Find by running forwards the ``largest_draws`` with which all modules of the description run.
 
+    Where both do, that with which more run inside of opaque modules.
+
     Raises:
         ValueError: Neither the largest nor the smallest numbers make all of them run.
     """
     stubs = tuple(f"{repeat.block}." for repeat in reduced.repeats)
     wanted = {s.module for s in model_desc.segments if not f"{s.module}.".startswith(stubs)}
+    runs: dict[bool, set[str]] = {}
     for largest in (True, False):
-        ran: set[str] = set()
+        ran = runs[largest] = set[str]()
         handles = [
             module.register_forward_pre_hook(lambda _module, _args, name=name, ran=ran: ran.add(name))
             for name, module in reduced.model.named_modules()
@@ -161,8 +164,9 @@ def _find_draws(reduced: ReducedModel, model_desc: ModelDesc) -> bool | None:
             handle.remove()
         if not draws.happened:
             return None
-        if wanted <= ran:
-            return largest
+    whole = [largest for largest, ran in runs.items() if wanted <= ran]
+    if whole:
+        return max(whole, key=lambda largest: len(runs[largest]))
     raise ValueError(
         f"the model skips modules of its description at random ({sorted(wanted - ran)[0]!r}, ...); profile "
         "it with model.eval(), or with a layer drop rate of 0"

@@ -62,7 +62,8 @@ def check_switch(
         ValueError: The plan cuts the model or offloads, an optimizer is left out, or it keeps states that are
             not laid out as its parameters; or modules came into the model, or went, since it was wrapped.
         PlanMismatchError: The plan was made for another model or number of ranks.
-        RuntimeError: The model is not between two steps, or ranks have gradients of different parameters.
+        RuntimeError: The model is not between two steps, or ranks have gradients or optimizer states of
+            different parameters.
     """
     control = Control.over(applied.mesh)
     check_together(control, lambda: _check(applied, plan, optimizers, stepped, in_step))
@@ -71,6 +72,33 @@ def check_switch(
             "ranks have gradients of different parameters that no optimizer has stepped by: call "
             "zero_grad() before switch"
         )
+    if control is not None and not control.agree(
+        _laid_out_states(applied, optimizers), "the ranks to switch"
+    ):
+        raise RuntimeError(
+            "ranks keep states of other parameters, or other states, in the optimizers that go along: pass "
+            "the same optimizers on all of them, and let go of those that no longer step"
+        )
+
+
+def _laid_out_states(applied: ShardedModel, optimizers: Sequence[Optimizer]) -> list[tuple[str, str]]:
+    """What all ranks lay out anew together: names of parameters and of their states, in order."""
+    names = {id(parameter.stored): parameter.name for parameter in applied.parameters}
+    # By identity: a wrapper shows the states of the optimizer inside.
+    states = {
+        id(state): (parameter, state)
+        for optimizer in optimizers
+        for parameter, state in optimizer.state.items()
+        if id(parameter) in names
+    }
+    return sorted(
+        (names[id(parameter)], str(key))
+        for parameter, state in states.values()
+        for key, value in state.items()
+        if key not in NUMBERS
+        for leaf in tree_leaves(value)
+        if isinstance(leaf, torch.Tensor) and leaf.shape == parameter.shape
+    )
 
 
 def _check(

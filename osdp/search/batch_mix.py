@@ -19,7 +19,7 @@ from osdp.hardware.profile import PassProfile, Profile, SegmentProfile
 from osdp.model.description import ModelDesc, SegmentKey
 from osdp.model.training import Training
 from osdp.plan.deadline import NO_DEADLINE, Deadline
-from osdp.plan.plan import Plan
+from osdp.plan.plan import PROVEN_WITHIN, Plan
 from osdp.plan.search_options import SHARDING, SearchOptions
 from osdp.plan.sharding import Prediction
 from osdp.search.sharding.planner import Candidate, best_plan
@@ -198,6 +198,8 @@ def _with_mean(judged: _Judged, shapes: Sequence[BatchShape], largest: BatchShap
     ]
     # Of modules that only another shape runs as one.
     doubts = [doubt for shape in shapes for doubt in shape.model_desc.doubts]
+    # What a search has proven holds for its own shape and limit, not for the mix.
+    notes = [note for note in plan.notes if not note.startswith(PROVEN_WITHIN)]
     if len({shape.profile.local_batch for shape in shapes}) > 1:
         told.append("samples per second are told as if all batches had the samples of the largest")
     return replace(
@@ -207,7 +209,7 @@ def _with_mean(judged: _Judged, shapes: Sequence[BatchShape], largest: BatchShap
         basis=None,
         training=replace(plan.training, local_batch=largest.profile.local_batch),
         batch_shapes=tuple(shape.model_desc.batch_shape for shape in shapes),
-        notes=tuple(dict.fromkeys((*plan.notes, *doubts, *told))),
+        notes=tuple(dict.fromkeys((*notes, *doubts, *told))),
     )
 
 
@@ -218,16 +220,16 @@ def _saved_bytes(model_desc: ModelDesc) -> float:
 def _mean_profile(largest: BatchShape, shapes: Sequence[BatchShape]) -> Profile | None:
     """The profile of the largest shape with the mean seconds of all; ``None`` if they run other code."""
     tables = [_by_place(shape) for shape in shapes]
-    places: dict[str, list[SegmentKey]] = defaultdict(list)
+    # Segments that run the same may have profiles of their own each.
+    places: dict[SegmentProfile, list[SegmentKey]] = defaultdict(list)
     for segment in largest.model_desc.segments:
-        places[segment.signature].append(segment.key)
+        places[largest.profile.of(segment)].append(segment.key)
     if any(table.keys() != tables[0].keys() for table in tables):
         return None
 
     def mean(segment: SegmentProfile, which: str) -> PassProfile:
-        alike = [
-            [getattr(table[place], which) for place in places[segment.signature]] for table in tables
-        ]  # passes of each shape
+        # Passes of each shape.
+        alike = [[getattr(table[place], which) for place in places[segment]] for table in tables]
         seconds, host = (
             sum(
                 shape.share * fmean(getattr(each, name) for each in passes)
@@ -246,7 +248,7 @@ def _mean_profile(largest: BatchShape, shapes: Sequence[BatchShape]) -> Profile 
                 forward=mean(segment, "forward"),
                 backward=mean(segment, "backward"),
             )
-            for segment in largest.profile.segments
+            for segment in places
         ),
     )
 

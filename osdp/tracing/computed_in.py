@@ -11,6 +11,7 @@ from osdp.model.description import ModelDesc, Operator
 from osdp.nn.modules import keeps_dtype
 from osdp.tracing.loss import LossFn
 from osdp.tracing.sample_batch import SampleBatch
+from osdp.tracing.tensors import dtype_name
 from osdp.tracing.trace import describe
 
 
@@ -59,7 +60,7 @@ def as_stored(desc: ModelDesc, model: nn.Module, batch: SampleBatch, dtype: str)
         dtype: What ``desc`` computes in.
     """
     stored = {
-        name: str(parameter.dtype).removeprefix("torch.")
+        name: dtype_name(parameter.dtype)
         for name, parameter in model.named_parameters(remove_duplicate=False)
     }
 

@@ -63,8 +63,11 @@ class _Made:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its elements."""
-        return self.shape.numel() * self.dtype.itemsize
+        """Bytes that :meth:`empty` takes: of an expanded tensor only what is stored."""
+        if not self.shape.numel():
+            return 0
+        last = sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
+        return (last + 1) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +113,12 @@ class OpaqueModules:
     ) -> None:
         self._model, self._dtype = model, dtype
         self.modules = tuple(modules)
-        #: By module, whether gradients are recorded, and what the call depends on of its arguments.
-        self._calls: dict[tuple[str, bool, str], _Call] = {}
+        #: By module, whether gradients are recorded, whether single random numbers are large, and what the
+        #: call depends on of its arguments.
+        self._calls: dict[tuple[str, bool, bool, str], _Call] = {}
+        #: Operations of their forwards in this run.
+        self.operations = 0
+        self._largest_draws = True
         #: Index and values of each tensor of the batch, by the storage of its fake tensor.
         self._values: dict[int, tuple[int, torch.Tensor]] = {}
         self._recorder: Recorder | None = None
@@ -156,7 +163,12 @@ class OpaqueModules:
             remove_forward_hooks(target)  # they may read values, too, and run where the module runs alone
 
     def start(
-        self, fake: Sequence[torch.Tensor], real: Sequence[torch.Tensor], recorder: Recorder | None = None
+        self,
+        fake: Sequence[torch.Tensor],
+        real: Sequence[torch.Tensor],
+        recorder: Recorder | None = None,
+        *,
+        largest_draws: bool = True,
     ) -> None:
         """Prepare a run on fake tensors.
 
@@ -164,7 +176,9 @@ class OpaqueModules:
             fake: The tensors of the batch.
             real: The same with their values.
             recorder: Is told of the operations.
+            largest_draws: Whether single random numbers are large in this run, which may drop layers inside.
         """
+        self.operations, self._largest_draws = 0, largest_draws
         pairs = enumerate(zip(fake, real, strict=True))
         self._values = {
             storage_key(one): (index, other) for index, (one, other) in pairs if not other.is_meta
@@ -173,10 +187,12 @@ class OpaqueModules:
 
     def _stand_in(self, module: OpaqueModule, twin: nn.Module, *args: Any, **kwargs: Any) -> Any:
         inputs = tensors_in((args, kwargs))
-        key = module.name, torch.is_grad_enabled(), repr(map_leaves(self._kind, (args, kwargs)))
+        given = repr(map_leaves(self._kind, (args, kwargs)))
+        key = module.name, torch.is_grad_enabled(), self._largest_draws, given
         if key not in self._calls:
             self._calls[key] = self._run(module, twin, args, kwargs)
         call = self._calls[key]
+        self.operations += call.tallies[0].operations
         parameters = list(dict.fromkeys(twin.parameters()))
         count = self._count
         outputs = _StandIn.apply(call, count, len(inputs), *inputs, *parameters)  # type: ignore[no-untyped-call]

@@ -18,6 +18,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from osdp.nn.random_states import Source, python_sources, source_of
+from osdp.tracing.failures import UntraceableError
 
 #: The state word of a Mersenne twister that is output as 2**32 - 1, and the one that is output as 2**5, the
 #: smallest that ``random.random()`` does not turn into 0: some algorithms never end on zeros.
@@ -100,20 +101,23 @@ class SingleDraws(TorchFunctionMode):
         return value.reshape(drawn.shape).requires_grad_(drawn.requires_grad)
 
 
-def largest_run(model: nn.Module, run: Callable[[SingleDraws], T], modules_run: Callable[[T], int]) -> T:
+def largest_run(model: nn.Module, run: Callable[[SingleDraws], T], modules_run: Callable[[T], Any]) -> T:
     """The result of the run in which most modules run: two are compared if ``model`` drops modules at random.
 
     Args:
         model: The model that runs.
         run: Runs it inside the given context.
-        modules_run: How many modules ran, by a result of ``run``.
+        modules_run: How many modules ran, by a result of ``run``; anything that can be compared.
 
     Raises:
+        UntraceableError: A run did: that another leaves the module out does not make it traceable.
         ValueError: Both runs raised one.
     """
     draws = SingleDraws(model, largest=True)
     try:
         found = run(draws)
+    except UntraceableError:
+        raise
     except ValueError:
         if not draws.happened:
             raise
@@ -122,6 +126,8 @@ def largest_run(model: nn.Module, run: Callable[[SingleDraws], T], modules_run: 
         return found
     try:
         return max(found, run(SingleDraws(model, largest=False)), key=modules_run)
+    except UntraceableError:
+        raise
     except ValueError:
         return found
 

@@ -60,6 +60,7 @@ class _Trace:
         freed: What forward frees; places are segments.
         given: Numbers of the storages that each module is given in its first call.
         fed_back: Modules of which some call is given a tensor that needs a gradient.
+        opaque_operations: Operations of forward inside opaque modules.
     """
 
     segments: list[_SegmentTrace]
@@ -68,6 +69,12 @@ class _Trace:
     freed: list[Freed]
     given: Mapping[str, frozenset[int]]
     fed_back: frozenset[str]
+    opaque_operations: int
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """By which the larger of two traces is known; what runs in opaque modules are no modules of it."""
+        return len(self.modules), self.opaque_operations
 
     def dropped(self, blocks: Mapping[str, Sequence[int]]) -> tuple[list[int], list[int]]:
         """What forward frees of what blocks were given, by segment, with the segments of each block.
@@ -157,7 +164,7 @@ def _traces(
             opaque.install(twin)
             run = partial(_fake_run, twin, batch, loss_fn, opaque)
             try:
-                trace = largest_run(twin, run, lambda found: len(found.modules))
+                trace = largest_run(twin, run, lambda found: found.size)
             except UntraceableError as failure:
                 # Where nothing around runs alone either, the innermost error says most.
                 alone = alone or failure if failure.alone else None
@@ -233,7 +240,7 @@ def _fake_run(
     fake = batch.without_values()
     named = dict(twin.named_parameters())
     recorder = Recorder(named, [*twin.buffers(), *fake.tensors])
-    opaque.start(fake.tensors, batch.tensors, recorder)
+    opaque.start(fake.tensors, batch.tensors, recorder, largest_draws=draws.largest)
     try:
         with draws, torch.enable_grad(), recorder.saving(), recorder:
             intervals = walk_modules(twin, fake, recorder, loss_fn=loss_fn)
@@ -251,7 +258,7 @@ def _fake_run(
     recorder.ledger.book_gradients(named.values())
     twin.zero_grad(set_to_none=True)
     _refuse_written(dict.fromkeys(recorder.moved(named)) | recorder.written)
-    return _trace(intervals, recorder, draws)
+    return _trace(intervals, recorder, draws, opaque.operations)
 
 
 def _refuse_written(written: Mapping[str, str | None]) -> None:
@@ -275,7 +282,9 @@ def _refuse_written(written: Mapping[str, str | None]) -> None:
     )
 
 
-def _trace(intervals: Sequence[Interval], recorder: Recorder, draws: SingleDraws) -> _Trace:
+def _trace(
+    intervals: Sequence[Interval], recorder: Recorder, draws: SingleDraws, opaque_operations: int
+) -> _Trace:
     """Build the trace; intervals in which nothing ran are folded into the segment before them."""
     filled = [index for index in range(len(intervals)) if TraceMoment(False, index) in recorder.tallies]
     if not filled:
@@ -302,7 +311,7 @@ def _trace(intervals: Sequence[Interval], recorder: Recorder, draws: SingleDraws
     modules = dict.fromkeys(interval.module for interval in intervals)
     freed = recorder.ledger.freed_in_forward(place)
     fed_back = frozenset(recorder.fed_back)
-    return _Trace(segments, tuple(modules), draws.largest, freed, recorder.given, fed_back)
+    return _Trace(segments, tuple(modules), draws.largest, freed, recorder.given, fed_back, opaque_operations)
 
 
 def fold(filled: Sequence[int], count: int) -> list[int]:

@@ -8,7 +8,7 @@ import torch
 
 from benchmarks.support.candidates import UNLIMITED, Setting
 from benchmarks.support.models import loss_of
-from benchmarks.support.stages import Line, Naps, most_in_flight, sleepers
+from benchmarks.support.stages import LayerKind, Line, Naps, SharedSleeper, Sleeper, most_in_flight, sleepers
 from osdp import DeviceInfo, ModelDesc, Training
 from osdp.hardware.device_info import PointToPointLink
 from osdp.profiler.roofline import estimate
@@ -25,8 +25,9 @@ def line(pp: int = 2) -> Line:
     return Line.of(Setting(case, training, desc, estimate(desc, device, training)), device, pp)
 
 
-def test_an_emulated_layer_sleeps_in_both_passes_and_counts_its_microbatches():
-    case = sleepers("sleepers", NAPS)
+@pytest.mark.parametrize("kind", [Sleeper, SharedSleeper])
+def test_an_emulated_layer_sleeps_in_both_passes_and_counts_its_microbatches(kind: LayerKind):
+    case = sleepers("sleepers", NAPS, kind=kind)
     model, batch = case.model(), case.sample(2)
     most_in_flight()
     start = time.perf_counter()
@@ -40,9 +41,10 @@ def test_an_emulated_layer_sleeps_in_both_passes_and_counts_its_microbatches():
     assert most_in_flight() == 0
 
 
-def test_awake_it_computes_the_same():
+@pytest.mark.parametrize("kind", [Sleeper, SharedSleeper])
+def test_awake_it_computes_the_same(kind: LayerKind):
     batch = sleepers("a", NAPS).sample(2)
-    sleepy, awake = (sleepers("a", NAPS, awake=awake).model()(**batch) for awake in (False, True))
+    sleepy, awake = (sleepers("a", NAPS, awake=awake, kind=kind).model()(**batch) for awake in (False, True))
     assert torch.equal(sleepy, awake)
 
 

@@ -184,17 +184,21 @@ def test_a_plan_made_of_few_blocks_is_that_of_the_whole_trace(name: str) -> None
     devices = cluster((node_type(FAST, 4), 2))
     prices = ClusterPrices(devices, load, traced=traced_layers(model, token_batch(1, 64), load))
     assert prices.traced == traced_layers(model, token_batch(1, 64), load, few_blocks=few)
-    for degrees in (ParallelDims(2, 2, 2), ParallelDims(1, 8, 1), ParallelDims(4, 2, 1)):
+    tensor = tensor_plan_of_shape(model, numbers, 2, sequence_parallel=True)
+    for degrees in (ParallelDims(1, 8, 1), ParallelDims(4, 2, 1), ParallelDims(2, 2, 2)):
         layout = ParallelLayout(degrees, 2, 8 // degrees.dp)
         cells = cells_of(devices, devices.counts, degrees.tp * degrees.dp)
         assert cells is not None
         found = arrange(prices, layout, cells)
         assert found is not None
         basis = found, devices, load, model, token_batch(2, 64)
-        tensor = tensor_plan_of_shape(model, numbers, 2, sequence_parallel=True) if degrees.tp > 1 else None
         assert runnable_plan(*basis, tensor_plan=tensor, few_blocks=few) == runnable_plan(*basis)
     with pytest.raises(ValueError, match="with 7 blocks has other parameters or buffers than the model"):
         runnable_plan(*basis, few_blocks=blocks_of_shape(replace(numbers, vocabulary=999), 4))
+    with pytest.raises(ValueError, match="with 7 blocks has other parameters or buffers than the model"):
+        runnable_plan(*basis, few_blocks=few.half())
+    with pytest.raises(ValueError, match="tensor_plan is for 4 ranks, and the layout has tp=2"):
+        runnable_plan(*basis, tensor_plan=replace(tensor, degree=4))
 
 
 def test_a_rank_computes_and_exchanges_in_the_dtype_of_compute() -> None:

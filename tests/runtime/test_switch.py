@@ -322,6 +322,33 @@ def test_states_follow_their_parameters_whatever_the_order_of_each_rank() -> Non
     run(2, in_another_order_on_each_rank)
 
 
+def keeps_an_optimizer_on_one_rank_alone() -> None:
+    model = made()
+    named = plans(model)
+    wrapped = OSDP(model, plan=named["shard all"])
+    first, second = (torch.optim.AdamW(wrapped.parameters(), lr=1e-2) for _ in range(2))
+    for index, optimizer in enumerate((first, second)):
+        step_on(wrapped, optimizer, index)
+    both = [first, second]
+    if dist.get_rank():
+        both.remove(first)
+        first.state.clear()  # as if it had been collected
+        both.append(first)
+    with pytest.raises(RuntimeError, match="ranks keep states of other parameters"):
+        wrapped.switch(named["replicate all"], both)
+    assert wrapped.plan == named["shard all"]
+    first.state.clear()
+    before = held(wrapped, second)
+    wrapped.zero_grad()
+    wrapped.switch(named["replicate all"], both)
+    assert_equal(held(wrapped, second), before, "switched")
+
+
+def test_states_that_one_rank_alone_keeps_are_refused() -> None:
+    """Its gathers met those of another layer, and states were wrong."""
+    run(2, keeps_an_optimizer_on_one_rank_alone)
+
+
 def inside_a_step() -> None:
     model = made()
     named = plans(model)

@@ -15,11 +15,14 @@ from benchmarks.support.models import CASES, loss_of
 from osdp import OSDP, BatchMix, InfeasibleError, ModelDesc, Plan, Training, codec, make_plan
 from osdp.cost.evaluate import evaluate
 from osdp.hardware.device_info import DeviceInfo
+from osdp.plan.plan import PROVEN_WITHIN
 from osdp.plan.search_options import SearchOptions
 from osdp.plan.sharding import Mode
 from osdp.profiler.roofline import estimate
 from osdp.search.batch_mix import BatchShape, _mean_profile, best_plan_of_mix
+from osdp.search.sharding import planner
 from osdp.search.sharding.planner import Candidate, best_plan
+from osdp.search.sharding.solve import solve_bounded
 from tests.helpers.distributed import run
 
 CASE = CASES["gpt2-tiny"]
@@ -156,6 +159,45 @@ def test_shapes_that_run_other_code_are_compared_by_their_own_plans() -> None:
     found = best_plan_of_mix(shapes, [TRAINING], device)
     assert found.predicted.step_seconds == pytest.approx(mean_of(found, shapes, device))
     assert not found.optimal
+
+
+def test_the_mean_is_that_of_each_place_though_several_run_the_same() -> None:
+    # One that is slower than its like made all of them slower by a part.
+    shapes = shapes_of(SIZES[:2], (0.5, 0.5), devices())
+    desc, profile = shapes[0].model_desc, shapes[0].profile
+    first = next(
+        segment
+        for segment in desc.segments
+        if sum(each.signature == segment.signature for each in desc.segments) > 1
+    )
+    usual = profile.of(first)
+    slow = replace(usual, forward=replace(usual.forward, seconds=3.0), keys=(first.key,))
+    shapes[0] = replace(shapes[0], profile=replace(profile, segments=(*profile.segments, slow)))
+    found = _mean_profile(shapes[0], shapes)
+    assert found is not None
+    other = {s.key: shapes[1].profile.of(s) for s in shapes[1].model_desc.segments}
+    for segment in desc.segments:
+        both = shapes[0].profile.of(segment), other[segment.key]
+        assert found.of(segment).forward.seconds == pytest.approx(sum(p.forward.seconds for p in both) / 2)
+
+
+def test_what_a_search_has_proven_of_one_shape_is_not_told_of_the_mix(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def with_open_bound(problem: Any, limit: int, **options: Any) -> Any:
+        found, bound = solve_bounded(problem, limit, **options)
+        return found, bound * 0.9
+
+    monkeypatch.setattr(planner, "solve_bounded", with_open_bound)
+    device = devices()
+    shapes = shapes_of(SIZES[:2], (0.5, 0.5), device)
+    found = best_plan_of_mix(shapes, [TRAINING], device)
+    assert not found.optimal
+    assert not any(note.startswith(PROVEN_WITHIN) for note in found.notes)
+    training = replace(TRAINING, local_batch=shapes[0].profile.local_batch)
+    candidates = [Candidate(training, shapes[0].profile)]
+    alone = best_plan(shapes[0].model_desc, candidates, device)
+    assert any(note.startswith(PROVEN_WITHIN) for note in alone.notes)
 
 
 def test_nothing_fits_the_largest() -> None:

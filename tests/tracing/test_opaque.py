@@ -107,6 +107,42 @@ def test_a_module_that_changes_its_input_passes_gradients_on() -> None:
     assert odd.backward.moved_bytes(4) > 0
 
 
+class Masking(nn.Module):
+    """Returns a mask beside what it computes."""
+
+    def __init__(self, expands: bool) -> None:
+        super().__init__()
+        self.expands = expands
+        self.up, self.down = nn.Linear(8, 512), nn.Linear(512, 8)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if x.sum().item() > 1e9:
+            return x, x
+        mask = torch.ones((), dtype=x.dtype)
+        return self.down(torch.relu(self.up(x))), mask.expand(64, *x.shape) if self.expands else mask
+
+
+class Masked(nn.Module):
+    def __init__(self, expands: bool) -> None:
+        super().__init__()
+        self.inner, self.head = Masking(expands), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden, _ = self.inner(x)
+        return self.head(hidden).sum()
+
+
+def test_an_expanded_output_takes_what_is_stored_of_it() -> None:
+    # What the module had saved for backward was taken for the mask.
+    kept = []
+    for expands in (False, True):
+        desc = ModelDesc.from_module(Masked(expands), torch.randn(16, 8))
+        (segment,) = [each for each in desc.segments if each.module == "inner"]
+        kept.append((segment.forward.live_bytes(16), segment.saved_bytes(16)))
+    assert kept[0] == kept[1]
+    assert kept[0][0] > 16 * 512 * 4
+
+
 def test_a_module_that_changes_the_batch_gets_a_copy() -> None:
     class Clears(nn.Module):
         def __init__(self) -> None:

@@ -86,6 +86,53 @@ def test_stages_and_tensor_parallelism_see_all_layers(rule: str) -> None:
     assert set(features.kinds) == {f"layers.{i}" for i in range(DEPTH)}
 
 
+class Reading(nn.Module):
+    """A layer whose code reads a value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x if x.sum().item() > 1e9 else self.linear(x)
+
+
+@pytest.mark.parametrize("rule", ["python", "torch", "item", "survival"])
+def test_layers_that_are_dropped_and_do_not_trace_are_described_as_one_each(rule: str) -> None:
+    # They vanished: the run that drops them all succeeds.
+    dropping = Dropping(rule)
+    dropping.layers = nn.ModuleList(Reading() for _ in range(DEPTH))
+    model, batch = nn.Sequential(nn.Linear(8, 8), dropping, nn.Linear(8, 8)), torch.randn(4, 8)
+    desc = ModelDesc.from_module(model, batch)
+    assert {module.name for module in desc.opaque} == {f"1.layers.{index}" for index in range(DEPTH)}
+    assert all(operator.executed for operator in desc.operators)
+    with pytest.raises(ValueError, match="depends on values"):
+        trace_flow(model, batch)
+
+
+class Whole(Dropping):
+    """Its own code reads a value, so that all of it is one operator."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x if x.sum().item() > 1e9 else super().forward(x)
+
+
+def test_layers_that_are_dropped_inside_of_an_opaque_module_are_counted() -> None:
+    # By large numbers all layers ran or none, whichever the rule is.
+    batch = torch.randn(4, 8)
+    flops = []
+    for rule in ("torch", "survival"):
+        model = Whole(rule)
+        desc = ModelDesc.from_module(model, batch)
+        assert [module.name for module in desc.opaque] == [""]
+        flops.append(sum(segment.forward.flops(4) for segment in desc.segments))
+        (profile,) = profile_batches(
+            model, [batch], desc, loss_fn=lambda out: out.sum(), progress=False, repeats=1
+        )
+        assert {p.signature for p in profile} == {s.signature for s in desc.segments}
+    assert flops[0] == flops[1] > 0
+
+
 def test_no_model_runs_all_layers_by_both_rules() -> None:
     class Both(nn.Module):
         def __init__(self) -> None:

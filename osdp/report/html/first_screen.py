@@ -5,7 +5,7 @@ from html import escape
 
 from osdp.plan.choices import KEPT, OF_BLOCK
 from osdp.plan.explanation import Alternative, Frontier, PlanExplanation, PlanReport, UnitExplanation
-from osdp.plan.plan import NOT_MEASURED
+from osdp.plan.plan import NOT_MEASURED, PROVEN_WITHIN
 from osdp.plan.sharding import Mode
 from osdp.report.html.document import cards
 from osdp.report.plan_table import NO_TIME, compress
@@ -61,7 +61,7 @@ def first_screen(report: PlanReport) -> str:
     if predicted.spread:
         sure += f", and good to ± {predicted.spread:.1%} by their spread"
     proven = "proven fastest" if plan.optimal else "best found" if over <= 0 else "lowest peak found"
-    gap = [note for note in plan.notes if note.startswith("proven to be within")]
+    gap = [note for note in plan.notes if note.startswith(PROVEN_WITHIN)]
     among = "among the plans considered" if plan.optimal else escape("; ".join(gap) or "not proven")
     free = f"{format_bytes(-over)} ({-over / limit:.1%}) are left" if over <= 0 else (
         f"{format_bytes(over)} too much, and no plan was found that takes less"

@@ -25,7 +25,7 @@ from osdp.model.fqn import unit_modules
 from osdp.model.training import Training
 from osdp.plan.basis import Basis
 from osdp.plan.deadline import NO_DEADLINE, Deadline
-from osdp.plan.plan import Plan, StagePlan
+from osdp.plan.plan import PROVEN_WITHIN, Plan, StagePlan
 from osdp.plan.search_options import SHARDING, SearchOptions
 from osdp.plan.sharding import Decision, Mode, Route, ShardingPlan, Unit
 from osdp.search.sharding.explain import Explainer
@@ -507,7 +507,7 @@ def search_notes(found: ShardingSolution, gap: float) -> tuple[str, ...]:
     logger.debug("%d bounds on the time and the memory of a step decided the search", found.num_rows)
     notes = []
     if gap > _PROVEN:
-        notes.append(f"proven to be within {gap:.2%} of the highest throughput")
+        notes.append(f"{PROVEN_WITHIN}{gap:.2%} of the highest throughput")
     if any(strategy.offloaded for _, _, strategy in found.units):
         notes.append(
             "no plan was found that fits device memory alone, so some units are offloaded to host memory; "

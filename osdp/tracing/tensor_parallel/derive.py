@@ -69,7 +69,7 @@ def derive(
 def with_sizes_of(plan: TensorParallelPlan, model: nn.Module) -> TensorParallelPlan:
     """The plan with the sizes of ``model``, which has the same modules in other widths.
 
-    Reasons for which modules are kept whole stay as they are.
+    The reasons why modules are kept whole are copied as they are.
 
     Args:
         plan: Derived from a model of the same class.

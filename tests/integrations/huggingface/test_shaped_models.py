@@ -26,7 +26,7 @@ def test_a_narrow_model_proves_what_the_wide_one_does(name: str, shared: bool) -
         assert tensor_plan_of_shape(model, shape, degree, sequence_parallel=shared) == expected
 
 
-def test_a_vocabulary_narrower_than_its_embedding_is_kept_whole() -> None:
+def test_a_vocabulary_smaller_than_the_hidden_size_is_kept_whole() -> None:
     shape = replace(SHAPES["gpt2"], layers=1, sequence=64, vocabulary=500)
     model = blocks_of_shape(shape, 1)
     plan = tensor_plan_of_shape(model, shape, 2, sequence_parallel=False)
