@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -393,17 +394,7 @@ def load(
         wanted |= {"optimizer": saved.wanted} if optimizers else {}
         require_same(contents.metadata, wanted, str(folder), saved.options, saved.mixed)
         read = without_options(wanted) if saved.options else wanted
-        try:
-            with in_one_process():
-                reader = RestrictedReader(folder, contents.metadata)
-                state_dict_loader.load(read, storage_reader=reader, planner=RestrictedPlanner())
-        except CheckpointException as error:
-            if (interruption := interruption_in(error)) is not None:
-                raise interruption from error
-            raise RuntimeError(
-                f"{folder} was not loaded, and some of the model may be overwritten: "
-                f"{describe_failures(error)}"
-            ) from error
+        _read_into(read, folder, contents.metadata)
         of_model = {name: with_own_keys(value) for name, value in read["model"].items()}
         if optimizers:
             set_train_state(
@@ -414,6 +405,24 @@ def load(
         else:
             set_model_state_dict(model, in_blocks_of(model, of_model))
     return kept.restore(_layout(model), scheduler, data)
+
+
+def _read_into(state: State, folder: Path, metadata: Metadata) -> None:
+    """Read a checkpoint into the tensors of ``state``; every rank calls it.
+
+    Raises:
+        RuntimeError: A rank could not read a file; some tensors may be overwritten.
+    """
+    try:
+        with in_one_process():
+            reader = RestrictedReader(folder, metadata)
+            state_dict_loader.load(state, storage_reader=reader, planner=RestrictedPlanner())
+    except CheckpointException as error:
+        if (interruption := interruption_in(error)) is not None:
+            raise interruption from error
+        raise RuntimeError(
+            f"{folder} was not loaded, and some of the model may be overwritten: {describe_failures(error)}"
+        ) from error
 
 
 def verify(path: str | Path) -> None:
