@@ -20,7 +20,6 @@ from typing import Protocol
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from osdp.comm.groups import device_of
 from osdp.comm.objects import is_first, on_first_rank
@@ -43,6 +42,7 @@ from osdp.runtime.ranks.control import Control
 from osdp.runtime.ranks.participants import GATHER, REDUCE
 from osdp.runtime.running import RunningModel
 from osdp.runtime.step_recorder import RecordedStep, StepRecorder
+from osdp.torch_private.compiling import not_compiled
 from osdp.tracing.sample_batch import BatchMix
 
 logger = logging.getLogger(__name__)
@@ -53,7 +53,8 @@ SETTLING, RECORDED = 2, 4
 ROUNDS = 4
 #: Steps that a faster plan has to earn its switch in, where nobody says how many there are.
 HORIZON = 1000
-#: Forwards after which an optimizer should have stepped.
+#: Forwards after which an optimizer should have stepped, where a step has a single one; and steps of another
+#: after which the one that marked the steps has stopped: a GAN's critic makes several for one generator step.
 _PATIENCE = 50
 
 _IN_STEP = "forwards run inside of optimizer.step(closure)"
@@ -180,8 +181,8 @@ class Refiner:
 
     Args:
         model: The model.
-        optimizers: All that step on it, the first of which marks the steps; those that have stepped, once
-            there are some, if empty.
+        optimizers: All that step on it, the first of which marks the steps; if empty, or where others step in
+            its place, those that do.
         steps: Steps that are left to train; ``None`` if nobody has said.
         keeps: Whether to keep the plan, and only tell what another would win.
 
@@ -194,8 +195,10 @@ class Refiner:
     ) -> None:
         self.result: Refinement | None = None
         self._model, self._steps_left, self._keeps = model, steps, keeps
-        #: Those that are followed; a training may drop one and go on with another.
+        #: Those that are followed, the first of which marks the steps.
         self._followed: list[weakref.ref[Optimizer]] = []
+        #: How often others have stepped since that one, the last one last.
+        self._others: dict[weakref.ref[Optimizer], int] = {}
         #: The plan that it knows the model to run under.
         self._plan = self._first_plan = model.plan
         self._thought = basis_of(model.plan)
@@ -210,29 +213,42 @@ class Refiner:
         #: Samples of the largest microbatch that was planned for or seen.
         self._most = model.plan.local_batch
         self._seconds_before = 0.0
-        self._counter: RemovableHandle | None = None
-        self._forwards = 0
+        #: Forwards that have waited for the next step, and the most that have for an earlier one.
+        self._forwards = self._usual_forwards = 0
+        self._has_told = False
         #: Forwards at which the plan was not refined, by the reason.
         self._held_up: Counter[str] = Counter()
         #: Whether steps are recorded once more, since the batch changed between them.
         self._again = False
         self._follows_plan = False
-        if optimizers:
-            self._follow(optimizers)
-
-    def _follow(self, optimizers: Sequence[Optimizer]) -> None:
-        self._followed = [weakref.ref(each) for each in optimizers]
-        self._counter = optimizers[0].register_step_post_hook(self._count)
+        if hooked := _with_hooks(optimizers):
+            # Wrappers, too, go along when the plan is switched: some keep states of their own.
+            followed = [*hooked, *(each for each in optimizers if each not in hooked)]
+            self._followed = [weakref.ref(each) for each in followed]
 
     @property
     def _optimizers(self) -> list[Optimizer]:
-        """Those that are followed; none if the one that marks the steps is gone."""
-        living = [each for reference in self._followed if (each := reference()) is not None]
-        return living if self._followed and self._followed[0]() is not None else []
+        """Those of the followed that are not gone, which may be others on each rank."""
+        return [each for reference in self._followed if (each := reference()) is not None]
 
-    def _count(self, *_: object) -> None:
-        self._steps += 1
+    def note_step(self, optimizer: Optimizer) -> None:
+        """Count a step over the model.
 
+        Which optimizer marks them is decided by steps, which all ranks make alike: one that has stopped may
+        live on on some of them alone, such as in a logger.
+        """
+        if self.result is not None:
+            return
+        if self._followed and self._followed[0]() is optimizer:
+            self._steps += 1
+            self._usual_forwards = max(self._usual_forwards, self._forwards)
+            self._forwards = 0
+            self._others.clear()
+        else:
+            reference = weakref.ref(optimizer)
+            self._others[reference] = self._others.pop(reference, 0) + 1
+
+    @not_compiled
     def before_forward(self, scheduled: int = 0, *, follows_plan: bool = False) -> None:
         """Go on at the beginning of a step; called before every forward.
 
@@ -249,9 +265,9 @@ class Refiner:
             self._begin_again()
             if self.result is not None:
                 return
-        if not self._optimizers:
-            self.pause()
-            self._look_for_optimizers()
+        self._follow_others()
+        if not self._followed:
+            self._wait_for_step()
             return
         if self._model._applied.sharded.trains_others:
             # What a step takes while a part is frozen says nothing of those that the plan is for.
@@ -260,13 +276,19 @@ class Refiner:
             self._tell_of("other parameters are trained than when the model was wrapped")
             return
         settled = self._steps - self._steps_at_start >= SETTLING
-        if not settled or (self._recorder is not None and len(self._recorder.steps) < RECORDED):
+        if self._recorder is None:
+            goes_on = self._followed[0]() is not None
+        else:
+            goes_on = len(self._recorder.steps) >= RECORDED
+        if not settled or not goes_on:
+            self._wait_for_step()
             return
         if (waiting_for := self._waiting_for()) is not None:
             self._tell_of(waiting_for)
         elif self._recorder is None:
             ends = [each.module for each in stretches_of(self._basis.model_desc) if each.module]
-            self._recorder = StepRecorder(self._model._applied.sharded, ends, self._optimizers)
+            optimizers = _with_hooks(self._optimizers)
+            self._recorder = StepRecorder(self._model._applied.sharded, ends, optimizers)
             self._recorder.scheduled = scheduled
         else:
             self._recorder.close()
@@ -309,9 +331,8 @@ class Refiner:
     def stop(self) -> None:
         """Do nothing any more, and hold nothing."""
         self.pause()
-        if self._counter is not None:
-            self._counter.remove()
         self._followed.clear()
+        self._others.clear()
         self._measured.clear()
 
     def _begin_again(self) -> None:
@@ -328,20 +349,33 @@ class Refiner:
         self._thought, self._first_plan = self._basis, self._plan
         self._batch, self._seconds_before = (0, 0), 0.0
 
-    def _look_for_optimizers(self) -> None:
-        """Follow those that have stepped; say so once if none does."""
+    def _follow_others(self) -> None:
+        """Follow those that step, where none is followed, or the one that marked the steps has stopped."""
+        most = max(self._others.values(), default=0)
+        if most < (_PATIENCE if self._followed else 1):
+            return
+        self.pause()
+        # First the one that steps most often; of several, the one that steps last.
+        self._followed = sorted(reversed(self._others), key=self._others.__getitem__, reverse=True)
+        self._others = {}
+        self._usual_forwards, self._forwards = max(self._usual_forwards, self._forwards // most), 0
+        self._steps += most
+        self._steps_at_start = self._steps - 1
+
+    def _wait_for_step(self) -> None:
+        """Say once if no optimizer steps."""
         self._forwards += 1
-        found = self._model._optimizer_check.optimizers
-        if found:
-            # The first step is what has made them known.
-            self._steps += 1
-            self._steps_at_start = self._steps - 1
-            self._follow(found)
-        elif self._forwards == _PATIENCE and is_first():
+        if self._has_told or self._forwards < _PATIENCE * max(self._usual_forwards, 1):
+            return
+        self._has_told = True
+        if is_first():
             logger.warning(
-                "the plan is not refined: after %d forwards no optimizer of torch.optim has stepped on this "
-                "model; call model.refine(optimizer)",
-                _PATIENCE,
+                "the plan is not refined: after %d forwards %s has stepped on this model; call "
+                "model.refine(optimizer)",
+                self._forwards,
+                "neither the optimizer that marked the steps nor another one"
+                if self._followed
+                else "no optimizer of torch.optim",
             )
 
     def _decide(self, recorded: list[RecordedStep]) -> None:
@@ -351,11 +385,14 @@ class Refiner:
             plan,
             training=as_stepped(
                 plan.training,
-                self._optimizers,
+                _with_hooks(self._optimizers),
                 [each for each in self._model._applied.stored_parameters() if each.requires_grad],
             ),
         )
         everyone = self._of_all_ranks(recorded)
+        if not everyone:
+            self._steps_at_start = self._steps
+            return
         shapes = {shape for steps in everyone for step in steps for shape in step.shapes}
         if not self._again and (
             len(shapes) > 1 or any(len({step.batch for step in steps}) > 1 for steps in everyone)
@@ -410,18 +447,21 @@ class Refiner:
             self._take(other, seconds)
 
     def _of_all_ranks(self, recorded: list[RecordedStep]) -> list[list[RecordedStep]]:
-        """What each rank has recorded; notes whether any has hooks.
+        """What each rank has recorded; nothing if the optimizer that marked the steps is gone on one of them.
+
+        Notes whether any has hooks.
 
         The model under its plan is kept by no caller: a switch is to free it.
         """
         sharded, what = self._model._applied.sharded, "the refinement of the plan"
-        found = [(recorded, sharded.has_users_hooks)]
+        # Where it is gone, another may hold the parameters without having stepped: a switch would not know.
+        found = [(recorded, sharded.has_users_hooks, self._followed[0]() is not None)]
         control = Control.over(sharded.mesh)
         if control is not None:
             sharded.meet(what)
             found = control.gather(found[0], what)
-        self._has_hooks = any(hooked for _, hooked in found)
-        return [steps for steps, _ in found]
+        self._has_hooks = any(hooked for _, hooked, _ in found)
+        return [steps for steps, _, _ in found] if all(goes_on for _, _, goes_on in found) else []
 
     def _take(self, found: NextPlan, seconds: float) -> None:
         """Go on under what was found, or end."""
@@ -482,6 +522,11 @@ class Refiner:
         )
         if is_first():
             logger.log(level, "%s", self.result)
+
+
+def _with_hooks(optimizers: Sequence[Optimizer]) -> list[Optimizer]:
+    """Those whose steps torch tells hooks of: wrappers such as Accelerate's leave that to the one inside."""
+    return [each for each in optimizers if getattr(type(each).step, "hooked", False)]
 
 
 def _shape_fault(shapes: Collection[tuple[int, ...]], plan: Plan) -> str | None:

@@ -226,7 +226,9 @@ class OSDP(Stepped, Wrapped, PlannedModule, nn.Module):
         in_pipeline = applied.mesh["pp"].get_local_rank() if applied.plan.pp > 1 else 0
         tell_of_too_little(applied.plan, device, in_pipeline)
         self.__dict__["_measured"] = measured
-        self.__dict__["_optimizer_check"] = OptimizerCheck(applied, stored, replaced, measured)
+        self.__dict__["_optimizer_check"] = OptimizerCheck(
+            applied, stored, replaced, measured, self._note_step
+        )
         self.training = applied.model.training
 
     @property
@@ -262,7 +264,8 @@ class OSDP(Stepped, Wrapped, PlannedModule, nn.Module):
             follows_plan: Whether the loop reads ``plan.reduce_each_microbatch`` in every step, so that a plan
                 that reduces otherwise may be switched to.
         """
-        if self._refiner is not None:
+        # All that a compiled forward reads of it: the end of the refinement compiles it once more.
+        if self._refiner is not None and self._refiner.result is None:
             self._refiner.before_forward(num_microbatches, follows_plan=follows_plan)
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -407,9 +410,14 @@ class OSDP(Stepped, Wrapped, PlannedModule, nn.Module):
             if isinstance(each, Optimizer):
                 self._optimizer_check.exchange_in(each)
         check_refine(self, found, self._optimizer_check.optimizers, steps)
+        refiner = Refiner(self, found, steps, keeps=self._plan_was_given)
         if self._refiner is not None:
             self._refiner.stop()
-        self.__dict__["_refiner"] = Refiner(self, found, steps, keeps=self._plan_was_given)
+        self.__dict__["_refiner"] = refiner
+
+    def _note_step(self, optimizer: Optimizer) -> None:
+        if self._refiner is not None:
+            self._refiner.note_step(optimizer)
 
     @property
     def refinement(self) -> Refinement | None:

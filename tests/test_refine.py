@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import time
 import weakref
 from dataclasses import replace
 from typing import Any
@@ -16,6 +17,7 @@ from osdp import OSDP, DeviceInfo, ModelDesc, Plan, Training, make_plan, refinin
 from osdp.profiler.roofline import estimate
 from osdp.refine.refinement import Refinement
 from osdp.refining import RECORDED, SETTLING, check_refine
+from osdp.runtime import step_recorder
 from osdp.runtime.ranks.participants import GATHER
 from osdp.runtime.step_recorder import StepRecorder
 from osdp.tracing.sample_batch import BatchMix
@@ -348,8 +350,12 @@ class Unknown:
                     parameter.grad = None
 
 
-def steps_by_an_unknown_optimizer() -> list[str]:
+def steps_by_an_unknown_optimizer(after: int) -> list[str]:
+    """After as many steps of a known one, which is held."""
     model = made(refine=True)
+    known = torch.optim.SGD(model.parameters(), lr=1e-3)
+    for index in range(after):
+        step_on(model, known, index, PLANNED)
     optimizer, said = Unknown(model), []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
@@ -365,9 +371,13 @@ def steps_by_an_unknown_optimizer() -> list[str]:
     return said
 
 
-def test_an_optimizer_that_is_not_known_is_told_of_once() -> None:
-    said, other = run(2, steps_by_an_unknown_optimizer)
-    assert len(said) == 1 and "no optimizer of torch.optim has stepped" in said[0]
+@pytest.mark.parametrize(
+    ("after", "what"), [(0, "no optimizer of torch.optim"), (4, "neither the optimizer")]
+)
+def test_an_optimizer_that_is_not_known_is_told_of_once(after: int, what: str) -> None:
+    """Where a known one had stepped before, refining stood still, and nothing was said."""
+    said, other = run(2, steps_by_an_unknown_optimizer, after)
+    assert len(said) == 1 and what in said[0] and "has stepped" in said[0]
     assert other == []
 
 
@@ -582,26 +592,54 @@ def test_a_refinement_that_could_not_be_made_is_warned_of() -> None:
     assert run(2, warns_of_what_is_not_refined) == [[logging.WARNING], []]
 
 
-def exchanges_its_optimizer() -> None:
+def exchanges_its_optimizer(steps: int, keeps: tuple[int, ...]) -> int:
+    """After ``steps``; the ranks ``keeps`` hold the first one for ever, as a logger does."""
     model = made(refine=True)
     optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     first = weakref.ref(optimizer)
-    for index in range(4):
+    kept = optimizer if dist.get_rank() in keeps else None
+    for index in range(steps):
         step_on(model, optimizer, index, PLANNED)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     gc.collect()
-    assert first() is None
+    assert first() is kept
     before = model.memory_report().step_seconds
-    for index in range(20):
+    for index in range(100):
         step_on(model, optimizer, index, PLANNED)
     assert model.refinement is not None
-    assert model.memory_report().step_seconds != before
-    model.refine(optimizer)
+    if not keeps:
+        assert model.memory_report().step_seconds != before
+        model.refine(optimizer)
+        return 0
+    del kept
+    return model.refinement.steps
 
 
-def test_an_optimizer_that_is_exchanged_is_followed_by_the_next() -> None:
-    """The first was held for ever, and neither refining nor the report of steps went on."""
-    run(2, exchanges_its_optimizer)
+@pytest.mark.parametrize("keeps", [(), (0,), (0, 1)])
+@pytest.mark.parametrize("steps", [1, SETTLING + 2, SETTLING + RECORDED])
+def test_an_optimizer_that_is_exchanged_is_followed_by_the_next(steps: int, keeps: tuple[int, ...]) -> None:
+    """The first was held for ever, and neither refining nor the report of steps went on.
+
+    Where a rank alone still held it the ranks went on with different ones, and where all did none.
+    """
+    first, second = run(2, exchanges_its_optimizer, steps, keeps)
+    assert first == second
+
+
+def is_not_stepped_any_more() -> int:
+    model = made()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with mock.patch.object(step_recorder, "_MOST_FORWARDS", 10):
+        recorder = StepRecorder(model._applied.sharded, ["0"], [optimizer])
+        for index in range(25):
+            loss_of(model(batch_of(index, PLANNED))).backward()
+        optimizer.step()
+    return recorder.steps[0].forwards
+
+
+def test_a_recorder_does_not_grow_while_nothing_steps() -> None:
+    """It kept the seconds of all collectives, for as long as the training went on."""
+    assert run(2, is_not_stepped_any_more) == [5, 5]
 
 
 def waits_for_a_second_optimizer() -> None:
@@ -647,6 +685,92 @@ def test_two_forwards_of_one_backward_are_marked_apart() -> None:
     for forward, backward in run(2, marks_two_forwards_of_one_backward):
         assert forward == [("0",), ("1",), ("2",), ("",)]
         assert backward == [("",), ("2",), ("1",), ("0",)]
+
+
+class Slow(torch.optim.SGD):
+    """Its steps take a while, and the first one raises."""
+
+    stumbles = True
+
+    def step(self, closure: Any = None) -> Any:
+        time.sleep(0.05)
+        if self.stumbles:
+            self.stumbles = False
+            raise FloatingPointError("on purpose")
+        return super().step(closure)
+
+
+class Stepping(torch.optim.Optimizer):
+    """Steps another one, as Lookahead does."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner.param_groups, {})
+        self.optimizer = inner
+
+    def step(self, closure: Any = None) -> None:
+        self.optimizer.step(closure)
+
+
+class Delegating:
+    """Hands everything on to another one, also who asks to be told of its steps, as Lightning's does."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.optimizer = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.optimizer, name)
+
+
+def optimizers_inside_of_others(wrapper: Any, inner_marks: bool) -> None:
+    model = made()
+    layer, sleeps = model.module[2], lambda *_: time.sleep(0.05)
+    layer.register_full_backward_hook(sleeps)
+    inner = Slow(model.parameters(), lr=1e-3)
+    outer = wrapper(inner)
+    optimizers = [inner, outer] if inner_marks else [outer, inner]
+    recorder, wall = StepRecorder(model._applied.sharded, ["0"], optimizers), []
+    for index in range(3):
+        loss_of(model(batch_of(index, PLANNED))).backward()
+        if index == 0:
+            with pytest.raises(FloatingPointError):
+                outer.step()
+        begin = time.perf_counter()
+        outer.step()
+        wall.append(time.perf_counter() - begin)
+        inner.zero_grad()
+    assert [step.forwards for step in recorder.steps] == [1, 1, 1]
+    for step, most in zip(recorder.steps, wall, strict=True):
+        assert 0.05 <= step.optimizer_seconds <= most
+
+
+@pytest.mark.parametrize("inner_marks", [False, True])
+@pytest.mark.parametrize("wrapper", [Stepping, Delegating])
+def test_a_step_inside_of_another_is_counted_once(wrapper: Any, inner_marks: bool) -> None:
+    """Lookahead's counted twice, and Lightning's took forward and backward to be the optimizer's, too."""
+    run(2, optimizers_inside_of_others, wrapper, inner_marks)
+
+
+def refines_what_is_compiled() -> int:
+    model, reference = made(refine=True), net()
+    compiled = torch.compile(model, backend="aot_eager")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    theirs, world = torch.optim.AdamW(reference.parameters(), lr=1e-3), dist.get_world_size()
+    for index in range(36):
+        loss = step_on(compiled, optimizer, index, SEEN)
+        theirs.zero_grad()
+        for each in range(world):
+            own = loss_of(reference(batch_of(10 * index + each, SEEN)))
+            (own / world).backward()
+            assert each != dist.get_rank() or abs(own.item() - loss) < 1e-9
+        theirs.step()
+    assert model.refinement is not None
+    return model.refinement.switches
+
+
+def test_a_model_that_is_compiled_as_a_whole_is_refined() -> None:
+    """Dynamo compiled the count of steps, and so each step anew; it failed at the clock of a recorder."""
+    first, second = run(2, refines_what_is_compiled, fresh=True)
+    assert first == second >= 1
 
 
 def asks_for_what_cannot_be() -> list[str]:

@@ -27,6 +27,11 @@ from osdp.runtime.module.outputs import tensors_with_grad
 from osdp.runtime.ranks.participants import GATHER
 from osdp.runtime.sharding.sharded_model import ShardedModel
 from osdp.torch_private.autograd import in_backward, queue_backward_callback
+from osdp.torch_private.compiling import not_compiled
+from osdp.torch_private.optimizers import is_stepping
+
+#: Forwards without a step after which what was recorded of it is dropped: nothing may step any more.
+_MOST_FORWARDS = 1000
 
 
 class ClockMark(NamedTuple):
@@ -112,8 +117,11 @@ class StepRecorder:
         self._spans: list[tuple[ClockMark, ClockMark]] = []
         self._copied: tuple[list[tuple[int, float]], ClockMark] | None = None
         self._runs_backward = False
-        #: When the step began, and the seconds of passes by then.
-        self._stepping: tuple[ClockMark, float] | None = None
+        #: The optimizer that steps, when it began, and the seconds of what may run in its step by then. It
+        #: may step others, as Lookahead does.
+        self._stepping: tuple[Optimizer, ClockMark, float] | None = None
+        #: Whether the optimizer that ends steps has stepped, maybe inside of the one that still does.
+        self._ended = False
         self._handles: list[RemovableHandle] = []
         self._install(ends, optimizers)
 
@@ -153,6 +161,7 @@ class StepRecorder:
         found.append((nbytes, now.wall - begin.wall))
         self._copied = (found, begin) if code == GATHER and not in_backward() else None
 
+    @not_compiled
     def _called(self, _module: nn.Module, _args: Any) -> None:
         """What was gathered for a module has been copied out of its buffer, too."""
         if self._copied is not None:
@@ -164,11 +173,14 @@ class StepRecorder:
 
     # Passes
 
+    @not_compiled
     def _begin_forward(self, _module: nn.Module, args: Any, kwargs: Any) -> None:
         if not torch.is_grad_enabled() or in_backward():
             return
         self._runs_backward = False
         self._num_forwards += 1
+        if self._now.forwards >= _MOST_FORWARDS:
+            self._now = RecordedStep(in_cpu_time=self._in_cpu_time)
         samples = num_samples((args, kwargs))
         self._now.samples = max(self._now.samples, samples)
         self._now.shapes.add(shape_of_sample(batch_shape((args, kwargs)), samples))
@@ -178,6 +190,7 @@ class StepRecorder:
         self._spans, self._begun, self._copied = [], set(), None
         self._marks = [(-1, -1, self.begin())]
 
+    @not_compiled
     def _returned(self, place: int, _module: nn.Module, _args: Any, output: Any) -> None:
         if in_backward() or not self._marks:
             return
@@ -189,6 +202,7 @@ class StepRecorder:
             if not tensor.is_leaf:
                 tensor.register_hook(partial(self._arrived, self._num_forwards, place))
 
+    @not_compiled
     def _end_forward(self, _module: nn.Module, _args: Any, output: Any) -> None:
         if not torch.is_grad_enabled() or in_backward() or not self._marks:
             return
@@ -256,20 +270,33 @@ class StepRecorder:
 
     # Steps
 
-    def _before_step(self, _optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        self._stepping = self.begin(), self._now.forward_seconds + self._now.backward_seconds
+    @not_compiled
+    def _before_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        # One whose step has raised is in none any more.
+        if self._stepping is None or not is_stepping(self._stepping[0]):
+            self._stepping = optimizer, self.begin(), self._seconds_besides
 
-    def _after_step(self, ends: bool, _optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        if self._stepping is None:
-            return
-        begin, passes = self._stepping
-        # A closure runs forward and backward inside the step.
-        inside = self._now.forward_seconds + self._now.backward_seconds - passes
-        self._now.optimizer_seconds += self.begin().wall - begin.wall - inside
-        if ends and self._now.forwards:
+    @not_compiled
+    def _after_step(self, ends: bool, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        self._ended |= ends
+        if self._stepping is not None:
+            outermost, begin, besides = self._stepping
+            if is_stepping(outermost):
+                return
+            self._stepping = None
+            if outermost is optimizer:
+                inside = self._seconds_besides - besides
+                self._now.optimizer_seconds += self.begin().wall - begin.wall - inside
+        if self._ended and self._now.forwards:
             self._now.scheduled = self.scheduled
             self.steps.append(self._now)
             self._now = RecordedStep(in_cpu_time=self._in_cpu_time)
+        self._ended = False
+
+    @property
+    def _seconds_besides(self) -> float:
+        """What is counted by itself where it runs in a step: passes of a closure, gathers of one inside."""
+        return self._now.forward_seconds + self._now.backward_seconds + self._now.gather_seconds
 
     def gathered(self, begin: ClockMark) -> None:
         """What an optimizer has made of parameters has been gathered since ``begin``."""

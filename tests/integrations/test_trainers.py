@@ -31,6 +31,7 @@ from osdp.runtime.checkpoint import save_pretrained, summarize, whole_state_dict
 from tests.habits.running.plans import plan_of
 from tests.helpers.distributed import run
 from tests.helpers.torchrun import as_under_torchrun
+from tests.test_refine import SEEN, made, step_on
 
 
 def trained(trainer: str, plan: str, folder: str, stop: int | None = None, resume: int | None = None) -> Any:
@@ -671,3 +672,25 @@ def accumulated_by_fabric() -> None:
 def test_fabric_reduces_again_behind_an_accumulation() -> None:
     # Lightning's own context left reductions off behind the last microbatch.
     run(2, accumulated_by_fabric, fresh=True)
+
+
+@as_under_torchrun()
+def refined_under_accelerate() -> int:
+    model = made()
+    accelerator = OSDPAccelerator(cpu=True)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+    for _ in range(2):  # also where it is refined already
+        model.refine(optimizer)
+    for index in range(36):
+        step_on(model, optimizer, index, SEEN)
+    assert model.refinement is not None
+    mine = {id(parameter) for parameter in model.parameters()}
+    assert {id(each) for group in optimizer.param_groups for each in group["params"]} == mine
+    switches: int = model.refinement.switches
+    return switches
+
+
+def test_a_plan_is_refined_with_the_optimizer_that_accelerate_returns() -> None:
+    # Accelerate's is an optimizer by its class alone, and torch found none of its hooks: AttributeError.
+    first, second = run(2, refined_under_accelerate, fresh=True)
+    assert first == second >= 1

@@ -61,6 +61,7 @@ class OptimizerCheck:
         parameters: Its parameters as optimizers see them, by name.
         replaced: The parameters that the model had before it was wrapped.
         measured: Notes the steps.
+        note_step: Called with the optimizer after each step over the model.
     """
 
     def __init__(
@@ -69,8 +70,10 @@ class OptimizerCheck:
         parameters: Mapping[str, nn.Parameter],
         replaced: Replaced,
         measured: MeasuredSteps,
+        note_step: Callable[[Optimizer], None],
     ) -> None:
         self._running = running
+        self._note_step = note_step
         self._measured = measured
         self._replaced = replaced
         # No weak references: torch cannot swap tensors that have one, as ``module.to(...)`` does to DTensors.
@@ -204,6 +207,7 @@ class OptimizerCheck:
             before = self._with_gradients.pop(optimizer, set())
             self._running.after_step(before | _with_gradients(optimizer))
             self._measured.note(optimizer)
+            self._note_step(optimizer)
             if optimizer not in self._weighed:
                 self._weighed.add(optimizer)
                 self._weigh(optimizer)
