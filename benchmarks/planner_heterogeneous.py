@@ -116,6 +116,22 @@ def measured_layers(slow: bool) -> dict[tuple[bool, int], tuple[float, float]]:
     return {key: max(found[key] for found in everyone if key in found) for key in set().union(*everyone)}
 
 
+def all_reduce_link(group: dist.ProcessGroup) -> Link:
+    """All-reduces of a layer's output as the ranks of ``group`` meet for them: each after a nap.
+
+    In a loop of nothing else they take a tenth of that or as long, by the cores that the ranks are on.
+    """
+    links = measure_tensor_links(group, torch.device("cpu"))
+    link = next(each for each in links if each.collective == "all_reduce")
+    output, seconds = torch.zeros(SAMPLES, SHAPE.sequence, WIDTH), []
+    for _ in range(40):
+        time.sleep(NAPS.forward)
+        began = time.perf_counter()
+        dist.all_reduce(output, group=group)
+        seconds.append(time.perf_counter() - began)
+    return replace(link, latency=max(median(seconds) - output.nbytes / link.bandwidth, 0.0))
+
+
 def prices_of(
     uplink: PointToPointLink, inside: Link, layers: Mapping[tuple[bool, int], tuple[float, float]]
 ) -> ClusterPrices:
@@ -210,9 +226,8 @@ def compare(rank: int, world_size: int, *, rounds: int, quick: bool) -> dict[str
     probe = parallel_mesh(model(False).model(device="meta"), ParallelDims(4, 1, 1))
     uplink = agreed(measure_stage_link(probe["pp"].get_group(), torch.device("cpu")))
     pairs = parallel_mesh(model(False).model(device="meta"), ParallelDims(2, 1, 2))["tp"].get_group()
-    inside = agreed(measure_tensor_links(pairs, torch.device("cpu")))
-    reduce = next(link for link in inside if link.collective == "all_reduce")
-    prices = prices_of(uplink, reduce, measured_layers(rank >= 2))
+    inside = agreed(all_reduce_link(pairs))
+    prices = prices_of(uplink, inside, measured_layers(rank >= 2))
     entries = contest(prices)
     if quick:
         entries = entries[:4]
