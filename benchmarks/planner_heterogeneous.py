@@ -117,9 +117,9 @@ def measured_layers(slow: bool) -> dict[tuple[bool, int], tuple[float, float]]:
 
 
 def all_reduce_link(group: dist.ProcessGroup) -> Link:
-    """All-reduces of a layer's output as the ranks of ``group`` meet for them: each after a nap.
+    """All-reduces between the ranks of ``group``, with the latency of a layer's output after a nap.
 
-    In a loop of nothing else they take a tenth of that or as long, by the cores that the ranks are on.
+    In a loop of all-reduces alone, ranks do not have to wake up: the latency was up to ten times shorter.
     """
     links = measure_tensor_links(group, torch.device("cpu"))
     link = next(each for each in links if each.collective == "all_reduce")

@@ -17,8 +17,7 @@ def with_more_blocks(desc: ModelDesc, count: int) -> ModelDesc:
     last may differ from the others, as those do that keep a mask for all, or that feed the head.
 
     Args:
-        desc: Description of the model with few blocks, at least :data:`LEAST_BLOCKS`, without buffers of
-            their own.
+        desc: Description of the model with few blocks, at least :data:`LEAST_BLOCKS`, which have no buffers.
         count: Number of blocks of the model, at least as many.
 
     Raises:

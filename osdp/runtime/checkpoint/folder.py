@@ -24,11 +24,12 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.planner import LoadPlanner, SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import StorageReader, WriteResult
 from torch.futures import Future
 
 from osdp.comm.objects import broadcast_object, has_process_group, is_first
@@ -41,7 +42,7 @@ from osdp.runtime.checkpoint.manifest import (
     write_manifest,
 )
 from osdp.runtime.ranks.shared_faults import by_ranks, raise_together
-from osdp.torch_private.saving import stored_files, with_file_prefix
+from osdp.torch_private.saving import in_one_process, stored_files, with_file_prefix
 
 logger = logging.getLogger(__name__)
 
@@ -269,6 +270,31 @@ class _Publishing(FileSystem):
         os.replace(path, new_path)
         self.is_done = True
         sync(Path(new_path).parent)
+
+
+def read_into(
+    state: dict[str, Any], path: Path, reader: StorageReader, planner: LoadPlanner | None = None
+) -> None:
+    """Read a checkpoint into the tensors of ``state``; every rank calls it.
+
+    Args:
+        state: What is read, with tensors to read into.
+        path: Where the checkpoint is, for messages.
+        reader: Reads its files.
+        planner: Decides what is read; torch's own if ``None``.
+
+    Raises:
+        RuntimeError: A rank could not read a file; some tensors may be overwritten.
+    """
+    try:
+        with in_one_process():
+            state_dict_loader.load(state, storage_reader=reader, planner=planner)
+    except CheckpointException as error:
+        if (interruption := interruption_in(error)) is not None:
+            raise interruption from error
+        raise RuntimeError(
+            f"{path} was not loaded, and some of the model may be overwritten: {describe_failures(error)}"
+        ) from error
 
 
 def describe_failures(error: CheckpointException) -> str:

@@ -18,8 +18,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint import state_dict_loader
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
@@ -33,7 +31,7 @@ from torch.distributed.tensor import DTensor
 from osdp.codec import read_json
 from osdp.comm.objects import broadcast_object, gather_objects, is_first
 from osdp.runtime.checkpoint.blocked_states import in_blocks_of, in_one_block
-from osdp.runtime.checkpoint.folder import describe_failures, interruption_in, sync
+from osdp.runtime.checkpoint.folder import read_into, sync
 from osdp.runtime.checkpoint.local_tensors import digest, owned_part, refuse_meta, take_ranks_own
 from osdp.runtime.checkpoint.safetensors_files import (
     INDEX,
@@ -45,7 +43,6 @@ from osdp.runtime.checkpoint.safetensors_files import (
 from osdp.runtime.checkpoint.steps import url_fault
 from osdp.runtime.ranks.shared_faults import raise_together
 from osdp.runtime.stages import StageLinks
-from osdp.torch_private.saving import in_one_process
 
 #: Bytes of an exported file, as transformers has it.
 _FILE_BYTES = 5 * 10**9
@@ -174,15 +171,7 @@ def load_pretrained(model: nn.Module, folder: str | Path) -> None:
         if name not in saved:
             state.pop(name, None)
     _check(state, saved, path)
-    try:
-        with in_one_process():
-            state_dict_loader.load(state, storage_reader=reader)
-    except CheckpointException as error:
-        if (interruption := interruption_in(error)) is not None:
-            raise interruption from error
-        raise RuntimeError(
-            f"{path} was not loaded, and some of the model may be overwritten: {describe_failures(error)}"
-        ) from error
+    read_into(state, path, reader)
     set_model_state_dict(model, in_blocks_of(model, state), options=StateDictOptions(strict=False))
     # A copy in another stage is there under its owner's name.
     links: StageLinks = getattr(model, "stage_links", StageLinks())

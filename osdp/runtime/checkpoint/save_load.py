@@ -14,9 +14,8 @@ from typing import Any, TypedDict, Unpack
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -37,7 +36,7 @@ from osdp.runtime.checkpoint.background import (
 )
 from osdp.runtime.checkpoint.blocked_states import in_blocks_of, in_one_block
 from osdp.runtime.checkpoint.contents import Verification, read_verified
-from osdp.runtime.checkpoint.folder import NewCheckpoint, describe_failures, interruption_in
+from osdp.runtime.checkpoint.folder import NewCheckpoint, describe_failures, interruption_in, read_into
 from osdp.runtime.checkpoint.kept import Kept, KeptState, unreadable
 from osdp.runtime.checkpoint.local_tensors import (
     digest,
@@ -394,7 +393,7 @@ def load(
         wanted |= {"optimizer": saved.wanted} if optimizers else {}
         require_same(contents.metadata, wanted, str(folder), saved.options, saved.mixed)
         read = without_options(wanted) if saved.options else wanted
-        _read_into(read, folder, contents.metadata)
+        read_into(read, folder, RestrictedReader(folder, contents.metadata), RestrictedPlanner())
         of_model = {name: with_own_keys(value) for name, value in read["model"].items()}
         if optimizers:
             set_train_state(
@@ -405,24 +404,6 @@ def load(
         else:
             set_model_state_dict(model, in_blocks_of(model, of_model))
     return kept.restore(_layout(model), scheduler, data)
-
-
-def _read_into(state: State, folder: Path, metadata: Metadata) -> None:
-    """Read a checkpoint into the tensors of ``state``; every rank calls it.
-
-    Raises:
-        RuntimeError: A rank could not read a file; some tensors may be overwritten.
-    """
-    try:
-        with in_one_process():
-            reader = RestrictedReader(folder, metadata)
-            state_dict_loader.load(state, storage_reader=reader, planner=RestrictedPlanner())
-    except CheckpointException as error:
-        if (interruption := interruption_in(error)) is not None:
-            raise interruption from error
-        raise RuntimeError(
-            f"{folder} was not loaded, and some of the model may be overwritten: {describe_failures(error)}"
-        ) from error
 
 
 def verify(path: str | Path) -> None:
