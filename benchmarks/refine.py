@@ -293,9 +293,16 @@ def row_of(case: str, name: str, ranks: list[dict[str, Any]], expected: float) -
     return row
 
 
-def summarize(rows: list[Row], first: Row) -> dict[str, float | int | None]:
-    """The figures of the claim, of all starts and of one first step; ``None`` where a row is missing."""
-    summary: dict[str, float | int | None] = {"extra_seconds_to_first_step": first.get("extra_seconds")}
+def summarize(rows: list[Row], firsts: list[Row]) -> dict[str, float | int | None]:
+    """The figures of the claim, of all starts and of first steps, the judged one first.
+
+    ``None`` where a row is missing.
+    """
+    extra = [row.get("extra_seconds") for row in firsts]
+    others = [seconds for seconds in extra[1:] if seconds is not None]
+    summary: dict[str, float | int | None] = {"extra_seconds_to_first_step": extra[0]} | (
+        {"median_extra_seconds_of_others": median(others)} if others else {}
+    )
     if not rows or any("over_best" not in row for row in rows):
         keys = ("worst_over_best_plan", "steps_to_final", "switches_after_final", "losses_wrong")
         more = ("starts_elsewhere", "instrumented_overhead", "over_limit", "rows_too_noisy")
@@ -328,8 +335,8 @@ def measure(options: Options) -> Result:
         if first_step.name_of(case) not in measured:
             result.add(first_step.row_of(case, repeats=3 if case == judged and not options.quick else 1))
     refined = [row for row in result.rows if not first_step.is_one(row)]
-    (first,) = (row for row in result.rows if row["name"] == first_step.name_of(judged))
-    result.summary = summarize(refined, first)
+    by_name = {row["name"]: row for row in result.rows}
+    result.summary = summarize(refined, [by_name[first_step.name_of(case)] for case in firsts])
     return result
 
 

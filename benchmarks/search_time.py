@@ -210,6 +210,7 @@ def row_of_small(layers: int) -> Row:
         "describe_seconds": described,
         "plan_seconds": time.perf_counter() - begin,
         "units": len(plan.units),
+        "proven": plan.optimal,
     }
 
 
@@ -325,6 +326,7 @@ def summarize(rows: list[Row]) -> dict[str, float | int | None]:
 
 
 def measure(options: Options) -> Result:
+    torch.set_num_threads(1)
     problems = QUICK if options.quick else PROBLEMS
     limit = QUICK_MILP_SECONDS if options.quick else MILP_SECONDS
     result = Result(options)
@@ -376,10 +378,10 @@ def main(arguments: list[str] | None = None) -> int:
         ["problem", "search, s", "proven gap"],
         [[row[key] for key in keys] for row in result.rows if "worst_seconds" in row],
     )
-    keys = ("name", "parameters", "describe_seconds", "plan_seconds", "units")
+    keys = ("name", "parameters", "describe_seconds", "plan_seconds", "units", "proven")
     harness.table(
         "models of small operators (simulated)",
-        ["model", "parameters", "describe, s", "plan, s", "units"],
+        ["model", "parameters", "describe, s", "plan, s", "units", "proven"],
         [[row[key] for key in keys] for row in result.rows if "plan_seconds" in row],
     )
     return harness.finish(result)

@@ -30,7 +30,7 @@ from osdp.profiler.links.machine import available_memory, device_kind, ranks_on_
 from osdp.profiler.measure import profile_trainings
 from osdp.profiler.roofline import estimate
 from osdp.profiler.segments import default_device
-from osdp.refine.segment_times import with_more_activations
+from osdp.refine.segment_profiles import with_more_activations
 from osdp.runtime.mesh import data_parallel_mesh, dims_of, parallel_mesh
 from osdp.runtime.module.plain import check_plain
 from osdp.runtime.tensor_parallel.apply import first_rank_part

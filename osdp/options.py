@@ -90,8 +90,8 @@ class PlanOptions(TypedDict, total=False):
         cache_dir: Folder in which measurements of the last 30 days are looked up and kept, by default in the
             user's cache folder (:data:`osdp.profiler.cache.DEFAULT_CACHE_DIR`); ``None`` measures anew.
         start: ``"measured"``: links and layers are measured before the first step, which takes seconds to a
-            minute. ``"estimated"``: what is not in the cache is estimated within a second or two, memory by
-            its upper end, and the plan is refined while it trains; on CPUs and without stages.
+            minute. ``"estimated"``: what is not in the cache is estimated from a look at links and
+            cores, memory by its upper end, and the plan is refined while it trains; on CPUs, without stages.
     """
 
     profile: Annotated[Profile | Sequence[Profile] | None, Option()]

@@ -31,7 +31,7 @@ from osdp.plan.plan import Plan
 from osdp.plan.sharding import Mode
 from osdp.profiler.links.timing import relative_spread
 from osdp.refine.link_times import LinkKey
-from osdp.refine.measurement import CollectiveTime, StepMeasurement, StretchTime
+from osdp.refine.measurement import CollectiveTime, ModuleBytes, StepMeasurement, StretchTime
 from osdp.refine.next_plan import LEAST_GAIN, NextPlan, next_plan
 from osdp.refine.refinement import Refinement
 from osdp.refine.stretches import stretches_of
@@ -171,7 +171,7 @@ def check_refine(
             raise RuntimeError(f"refine is called between two steps, but {waiting}")
 
     control = Control.over(model._applied.mesh)
-    check_together(control, check)
+    check_together(control, check, "model.refine() of all ranks")
     if control is not None and not control.agree(steps, "the ranks to begin to refine the plan"):
         raise ValueError("ranks that refine together need the same number of steps left")
 
@@ -286,9 +286,10 @@ class Refiner:
         if (waiting_for := self._waiting_for()) is not None:
             self._tell_of(waiting_for)
         elif self._recorder is None:
-            ends = [each.module for each in stretches_of(self._basis.model_desc) if each.module]
-            optimizers = _with_hooks(self._optimizers)
-            self._recorder = StepRecorder(self._model._applied.sharded, ends, optimizers)
+            desc, optimizers = self._basis.model_desc, _with_hooks(self._optimizers)
+            ends = [each.module for each in stretches_of(desc) if each.module]
+            opaque = [each.name for each in desc.opaque]
+            self._recorder = StepRecorder(self._model._applied.sharded, ends, optimizers, opaque)
             self._recorder.scheduled = scheduled
         else:
             self._recorder.close()
@@ -605,6 +606,7 @@ def combined(
         follows_plan=follows_plan or all(step.scheduled > 0 for step in slowest),
         in_cpu_time=slowest[0].in_cpu_time,
         spread=relative_spread(step_seconds(everyone)) / math.sqrt(len(slowest)),
+        opaque=_opaque(everyone),
     )
 
 
@@ -621,6 +623,19 @@ def _stretches(steps: Sequence[dict[tuple[str, ...], float]]) -> tuple[StretchTi
         names = tuple(dict.fromkeys(name for step in steps for modules in step for name in modules))
         return (StretchTime(names, median(sum(step.values()) for step in steps)),)
     return tuple(StretchTime(modules, median(step[modules] for step in steps)) for modules in steps[0])
+
+
+def _opaque(everyone: Sequence[Sequence[RecordedStep]]) -> tuple[ModuleBytes, ...]:
+    """What opaque modules have kept in two steps of a rank: it depends on values, and has to fit.
+
+    In a single one it may have been what another thread allocated meanwhile.
+    """
+    most: dict[str, int] = {}
+    for steps in everyone:
+        for name in dict.fromkeys(name for step in steps for name in step.opaque):
+            kept = sorted(step.opaque.get(name, 0) for step in steps)
+            most[name] = max(most.get(name, 0), kept[-2] if kept[1:] else 0)
+    return tuple(ModuleBytes(name, nbytes) for name, nbytes in most.items() if nbytes)
 
 
 def _compute(step: RecordedStep) -> float:

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# On a machine with one GPU: the tests marked cuda, then memory and time accuracy of full-size models under a fake
-# process group of 8 and 64 ranks (the allocator's real peak), written to benchmarks/results.
+# On a machine with a GPU: the tests marked cuda, then memory and time accuracy of full-size models under a fake
+# process group of 8 and 64 ranks (the allocator's real peak), written to benchmarks/results. With several GPUs a
+# small model trains between them as well, under OSDP, FSDP2 and DDP.
 # With --check it is the short way, to see whether what osdp promises holds on this machine: fewer models, and
 # the results stay in a temporary folder, whose name is told.
 # Uses the torch and transformers that are there and installs nothing.
@@ -49,6 +50,12 @@ for claim in memory_accuracy time_accuracy; do
     rm "$result.txt"
     [ "$status" -eq 0 ] || worst=$status
 done
-[ "$count" -eq 1 ] || echo "not run: nccl between the $count GPUs of this machine; each figure is of one of them" >&2
+if [ "$count" -gt 1 ]; then
+    # Between the GPUs, over NCCL: the same text under OSDP, FSDP2 and DDP, with the losses of a single process.
+    demo="$(mktemp -d)/demo.json"
+    { "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$count" -m examples.train_text \
+        --strategies OSDP FSDP2 DDP --reference --json "$demo" && "$PYTHON" -m examples.check_demo "$demo"; } || worst=1
+    echo "not run: benchmarks.contest, which is of gloo; the accuracy of memory and time is of one GPU each" >&2
+fi
 echo "results are in $results; exit status $worst (0: all claims hold)"
 exit "$worst"

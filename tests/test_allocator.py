@@ -6,8 +6,9 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
-from osdp.allocator import _CHOSEN
+from osdp.allocator import _CHOSEN, allocated_bytes
 
 pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's allocator alone is set")
 
@@ -52,3 +53,16 @@ def test_freed_memory_is_kept() -> None:
 
 def test_what_the_user_set_is_left_alone() -> None:
     assert _returned("keep", MALLOC_TRIM_THRESHOLD_="131072", MALLOC_MMAP_THRESHOLD_="131072") > 90
+
+
+@pytest.mark.skipif(allocated_bytes() is None, reason="this C library does not tell what is in use")
+@pytest.mark.parametrize("nbytes", [2**16, 2**24])
+def test_bytes_in_use_follow_tensors(nbytes: int) -> None:
+    before = allocated_bytes()
+    tensor = torch.empty(nbytes, dtype=torch.uint8)
+    held = allocated_bytes()
+    del tensor
+    after = allocated_bytes()
+    assert before is not None and held is not None and after is not None
+    assert nbytes <= held - before < nbytes + 2**13
+    assert abs(after - before) < 2**13

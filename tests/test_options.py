@@ -12,11 +12,19 @@ from torch import nn
 from osdp import OSDP, DeviceInfo, Link, ModelDesc, make_plan
 from osdp.hardware.device_info import COLLECTIVES
 from osdp.options import PlanOptions, complete, declared, defaults
+from osdp.plan.plan import PROVEN_WITHIN
 from osdp.plan.search_options import SLICES
 from osdp.profiler.measure import profile_model
 
 NET = nn.Linear(4, 4)
 TAKERS = (OSDP, make_plan)
+
+
+def devices(memory_limit: int = 2**30) -> DeviceInfo:
+    links = tuple(Link(name, "world", 2, 1e-4, 1e9) for name in COLLECTIVES)
+    return DeviceInfo(
+        memory_limit=memory_limit, devices_per_node=2, links=links, flops=1e9, memory_bandwidth=1e9
+    )
 
 
 def named(text: str) -> list[str]:
@@ -169,8 +177,7 @@ def test_type_checkers_know_the_options_and_what_is_made(tmp_path: Path) -> None
 
 
 def test_a_global_batch_is_kept_whatever_is_chosen() -> None:
-    links = tuple(Link(name, "world", 2, 1e-4, 1e9) for name in COLLECTIVES)
-    device = DeviceInfo(memory_limit=2**30, devices_per_node=2, links=links, flops=1e9, memory_bandwidth=1e9)
+    device = devices()
     model_desc = ModelDesc.from_module(NET, torch.ones(6, 4))
     plan = make_plan(None, model_desc, device, global_batch=24)
     assert plan.global_batch == 24
@@ -183,3 +190,32 @@ def test_a_global_batch_is_kept_whatever_is_chosen() -> None:
         nn.Sequential(NET, nn.Linear(4, 4)), torch.ones(6, 4), device, pp=2, dp=2, global_batch=24
     )
     assert stages.global_batch == 24
+
+
+def test_a_search_with_a_time_limit_says_what_it_leaves_unproven() -> None:
+    wide = [nn.Sequential(nn.Linear(64, 64 + i), nn.Tanh(), nn.Linear(64 + i, 64)) for i in range(40)]
+    desc = ModelDesc.from_module(nn.Sequential(*wide), torch.zeros(2, 64))
+    low, high = (
+        make_plan(None, desc, devices(), strategy=mode).predicted.peak_bytes
+        for mode in ("FULL_SHARD", "NO_SHARD")
+    )
+    device = devices((low + high) // 2)
+    plan = make_plan(None, desc, device, slices=SLICES, recompute=True, search_seconds=0.5)
+    assert plan.predicted.peak_bytes <= device.memory_limit
+    assert plan.optimal is not any(note.startswith(PROVEN_WITHIN) for note in plan.notes)
+    # Without a limit a bounded number of rounds is made: the plan of more time is no slower.
+    bounded = make_plan(None, desc, device, slices=SLICES, recompute=True)
+    longer = make_plan(None, desc, device, slices=SLICES, recompute=True, search_seconds=5.0)
+    assert longer.predicted.step_seconds <= bounded.predicted.step_seconds
+
+
+@pytest.mark.parametrize("seconds", [0, -1.0, float("inf"), float("nan")])
+def test_a_time_limit_of_the_search_is_positive_and_finite(seconds: float) -> None:
+    desc = ModelDesc.from_module(NET, torch.zeros(1, 4))
+    with pytest.raises(ValueError, match="more than 0 and finite"):
+        make_plan(None, desc, devices(), search_seconds=seconds)
+
+
+def test_a_time_limit_of_the_search_is_none_of_stages() -> None:
+    with pytest.raises(ValueError, match="without stages"):
+        make_plan(nn.Sequential(NET, nn.Linear(4, 4)), torch.ones(6, 4), devices(), pp=2, dp=1, search_seconds=1)

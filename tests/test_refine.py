@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import re
 import time
 import weakref
 from dataclasses import replace
@@ -14,6 +15,8 @@ import torch.distributed as dist
 from torch import nn
 
 from osdp import OSDP, DeviceInfo, ModelDesc, Plan, Training, make_plan, refining
+from osdp.allocator import allocated_bytes
+from osdp.plan.search_options import SearchOptions
 from osdp.profiler.roofline import estimate
 from osdp.refine.refinement import Refinement
 from osdp.refining import RECORDED, SETTLING, check_refine
@@ -24,6 +27,7 @@ from osdp.tracing.sample_batch import BatchMix
 from tests.helpers.devices import known_device
 from tests.helpers.distributed import run
 from tests.helpers.plans import plan_by_hand
+from tests.runtime.ranks.test_lockstep import all_refused, refusal, run_refused
 from tests.test_parity import difference, whole
 
 WIDTH, PLANNED, SEEN = 64, 8, 32
@@ -114,6 +118,65 @@ def test_losses_are_those_of_one_process_across_a_refinement(from_the_start: boo
     assert {"compute, forward", "all_gather, world, a MiB"} <= {name for name, _, _ in found.figures}
 
 
+class Repeats(nn.Linear):
+    """Runs as often as the first number of its input says."""
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        found = given
+        for _ in range(int(given[0, 0])):
+            found = super().forward(found).tanh()
+        return found
+
+
+def repeating_net() -> nn.Sequential:
+    torch.manual_seed(7)
+    return nn.Sequential(Repeats(512, 512), *(nn.Linear(512, 512) for _ in range(5)))
+
+
+def repeated(times: int) -> torch.Tensor:
+    batch = torch.randn(64, 512)
+    batch[:, 0] = times
+    return batch
+
+
+def takes_more_on_other_values() -> tuple[Refinement, int]:
+    """Replicated, the plan fits with two repetitions; what comes are eight."""
+    training, device = Training(local_batch=64), known_device()
+    descs = [ModelDesc.from_module(repeating_net(), repeated(n), loss_fn=loss_of) for n in (2, 8)]
+    assert [[module.name for module in desc.opaque] for desc in descs] == [["0"], ["0"]]
+    profiles = [estimate(desc, device, training) for desc in descs]
+    options: dict[str, Any] = {"training": training, "profile": profiles[0]}
+    whole = make_plan(None, descs[0], device, strategy="NO_SHARD", **options)
+    device = replace(device, memory_limit=int(1.01 * whole.predicted.peak_bytes))
+    model = OSDP(repeating_net(), descs[0], device, loss_fn=loss_of, refine=True, **options)
+    assert {str(mode) for mode in model.plan.modes.values()} == {"NO_SHARD"}
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(SETTLING + RECORDED + 1):
+        loss_of(model(repeated(8))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    first = model.plan
+    for _ in range(20):
+        loss_of(model(repeated(8))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert model.refinement is not None
+    assert {str(mode) for mode in first.modes.values()} != {"NO_SHARD"}
+    (segment,) = [segment for segment in descs[1].segments if segment.operators == ("0",)]
+    return model.refinement, profiles[1].of(segment).forward.live_bytes
+
+
+@pytest.mark.skipif(allocated_bytes() is None, reason="this C library does not tell what is in use")
+def test_an_opaque_module_that_takes_more_on_other_values_is_planned_for() -> None:
+    """Its memory was recorded for one input: on others the peak was above the limit, and stayed there."""
+    for found, true in run(2, takes_more_on_other_values):
+        assert found.switches >= 1
+        ((name, thought, measured),) = found.memory
+        assert name == "activations of 0" and thought < true / 2
+        assert measured == pytest.approx(true, rel=0.1)
+        assert "activations of 0" in str(found) and "before NO_SHARD" in str(found)
+
+
 def steps_by_closures() -> None:
     model = made(refine=True)
     first = model.plan
@@ -180,6 +243,27 @@ def keeps_a_plan_that_was_given() -> str:
 def test_a_plan_that_was_given_is_kept() -> None:
     for reason in run(2, keeps_a_plan_that_was_given):
         assert reason.startswith("the plan was given, and is kept: the plan that runs needs more memory")
+
+
+def keeps_a_slower_plan_that_was_given() -> str:
+    desc, device, profile = planned()
+    options: dict[str, Any] = {"training": TRAINING, "profile": profile}
+    slower = make_plan(None, desc, replace(device, memory_limit=2**30), strategy="FULL_SHARD", **options)
+    assert slower.basis is not None
+    slower = replace(slower, basis=replace(slower.basis, options=SearchOptions()))
+    model = OSDP(net(), plan=slower)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model.refine(optimizer, steps=10**9)
+    with mock.patch.object(refining, "relative_spread", lambda seconds: 0.0):
+        for index in range(30):
+            step_on(model, optimizer, index, PLANNED)
+    assert model.plan is slower and model.refinement is not None and model.refinement.switches == 0
+    return model.refinement.reason
+
+
+def test_what_would_be_faster_than_a_plan_that_was_given_is_told() -> None:
+    for reason in run(2, keeps_a_slower_plan_that_was_given):
+        assert re.match(r"the plan was given, and is kept: another would be \d+\.\d% faster", reason), reason
 
 
 def switched_by_hand_while_it_refines(recorded: int, by_hand: bool) -> str:
@@ -796,6 +880,22 @@ def test_what_cannot_be_refined_is_refused_before_training() -> None:
         assert "a BatchMix has several" in mix
         assert "stages or tensor parallelism cannot be refined" in cut and "leave refine= out" in cut
         assert "ranks differ in refine=" in ranks
+
+
+def only_one_calls_it(sharded: bool) -> None:
+    model = made(strategy="FULL_SHARD") if sharded else made()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    if dist.get_rank():
+        said = refusal(lambda: step_on(model, optimizer, 0, PLANNED))
+    else:
+        said = refusal(lambda: model.refine(optimizer))
+    assert "model.refine() of all ranks" in said, said
+    all_refused()
+
+
+def test_ranks_that_do_not_all_refine_are_told_so() -> None:
+    run_refused(only_one_calls_it, False)
+    run_refused(only_one_calls_it, True)
 
 
 def test_a_model_in_stages_is_refused_by_name() -> None:

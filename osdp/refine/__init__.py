@@ -7,7 +7,7 @@ Values and pure functions: nothing here measures, communicates or switches. Star
 - ``refinement``: what refining has changed
 - ``measurement``: what was measured of a step
 - ``corrections``: profile and devices, corrected by a measurement
-- ``segment_times``: profiles with other times, by stretch of the trace
+- ``segment_profiles``: profiles with other times, by stretch of the trace, or with more memory
 - ``link_times``: latency and bandwidth of links, from timed collectives
 - ``stretches``: the parts of a trace that can be timed apart
 """

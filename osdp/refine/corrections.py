@@ -8,7 +8,7 @@ compute                by stretch of the trace, forward and backward apart
 links                  by the collectives of sharded units, each of which is timed
 all-reduces            run beside backward: they are as slow as makes the whole backward take what it took
 optimizer              by its step
-memory                 activations, where more bytes were alive than predicted; never fewer than were thought
+memory                 of opaque modules, where more was alive than when they were traced; never less
 =====================  =====================================================================================
 """
 
@@ -26,7 +26,7 @@ from osdp.plan.basis import Basis
 from osdp.plan.plan import Plan
 from osdp.refine.link_times import LinkKey, key_of, with_measured_links
 from osdp.refine.measurement import StepMeasurement, StretchTime
-from osdp.refine.segment_times import with_measured_times, with_more_activations
+from osdp.refine.segment_profiles import with_measured_memory, with_measured_times
 from osdp.refine.stretches import end_of_model
 
 #: Relative error of a backward from which its all-reduces are said to be of another speed.
@@ -37,9 +37,6 @@ _CLOSE = 0.005
 _SLOWER, _FASTER, _BESIDE_OTHERS = 10.0, 4.0, 2.0
 #: Halvings of an interval, enough for any float that matters here.
 _HALVINGS = 40
-#: Times that activations may be larger than was thought.
-_MOST_MEMORY = 64.0
-
 _ALL_REDUCE = ("all_reduce", "world")
 
 
@@ -85,13 +82,13 @@ def corrected(
     profile = profile_at_batch(before, basis.model_desc, measured.local_batch)
     times = (_in_profile(each, basis, profile, measured) for each in (measured.forward, measured.backward))
     profile = with_measured_times(profile, basis.model_desc, plan.sharding.recomputed, *times)
+    profile = with_measured_memory(profile, basis.model_desc, measured.opaque)
     found = replace(basis, trainings=(training,), profiles=(profile,))
     device, known = with_measured_links(basis.device, measured.collectives, known_links)
     device, known = _with_all_reduces(plan, replace(found, device=device), measured, known)
     found = replace(found, device=device)
     profile = _with_optimizer(plan, found, measured.optimizer_seconds)
-    found = replace(found, profiles=(profile,))
-    return Corrected(_with_memory(plan, found, measured), known)
+    return Corrected(replace(found, profiles=(profile,)), known)
 
 
 def problem_of(
@@ -200,27 +197,3 @@ def _with_optimizer(plan: Plan, basis: Basis, seconds: float) -> Profile:
 def _optimizer_seconds(plan: Plan, basis: Basis) -> float:
     problem, found = problem_of(plan, basis)
     return optimizer_time(problem, *solution_costs(problem, found))
-
-
-def _with_memory(plan: Plan, basis: Basis, measured: StepMeasurement) -> Basis:
-    """The basis with activations as large as makes the plan's peak at least the measured one."""
-    peak = measured.peak_bytes
-    if peak is None:
-        return basis
-
-    def grown(factor: float) -> Basis:
-        return replace(basis, profiles=(with_more_activations(basis.profiles[0], lambda _: factor),))
-
-    def predicted(factor: float) -> float:
-        found = problem_of(plan, grown(factor), reduces_each=measured.reduces_each)[1]
-        return found.outcome.peak
-
-    if predicted(1.0) >= peak:
-        return basis
-    low, high = 1.0, 2.0
-    while predicted(high) < peak and high < _MOST_MEMORY:
-        low, high = high, 2 * high
-    for _ in range(_HALVINGS // 2):
-        middle = (low + high) / 2
-        low, high = (middle, high) if predicted(middle) < peak else (low, middle)
-    return grown(high)

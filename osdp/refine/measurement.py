@@ -41,6 +41,19 @@ class CollectiveTime:
     parameters: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class ModuleBytes:
+    """Activations of an opaque module, of which one run alone was traced.
+
+    Attributes:
+        module: Its FQN.
+        nbytes: Bytes that a call of it left alive, while its inputs were held.
+    """
+
+    module: str
+    nbytes: int
+
+
 @dataclass(frozen=True)
 class StepMeasurement(Savable):
     """A step, of all ranks and of several measured steps.
@@ -60,8 +73,7 @@ class StepMeasurement(Savable):
             ``train_step`` does; a loop of one's own goes on as it did.
         in_cpu_time: Whether the compute is in seconds of a core, which stand still while another rank has it.
         spread: How far a median of the measured steps may be off, relative to it.
-        peak_bytes: Most bytes that were alive, above what was there before the model was wrapped; ``None``
-            where nothing counts them.
+        opaque: Activations of opaque modules; none where nothing counts bytes.
     """
 
     local_batch: int
@@ -75,7 +87,7 @@ class StepMeasurement(Savable):
     follows_plan: bool = False
     in_cpu_time: bool = False
     spread: float = 0.0
-    peak_bytes: int | None = None
+    opaque: tuple[ModuleBytes, ...] = ()
 
     def __post_init__(self) -> None:
         if min(self.local_batch, self.microbatches, self.reductions) < 1:

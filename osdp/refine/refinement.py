@@ -2,10 +2,13 @@
 
 from dataclasses import dataclass
 
+from osdp.explain.difference import diff
 from osdp.explain.scaling import profile_at_batch
+from osdp.hardware.profile import Profile
 from osdp.plan.basis import Basis
 from osdp.plan.plan import Plan
-from osdp.text import align, format_seconds
+from osdp.refine.segment_profiles import calls_of
+from osdp.text import align, format_bytes, format_seconds
 
 
 @dataclass(frozen=True)
@@ -41,23 +44,54 @@ class Refinement:
             f"{format_seconds(self.before.predicted.step_seconds)}), and takes "
             f"{format_seconds(self.seconds_after)} now"
         )
+        rows = [
+            *((format_seconds, *row) for row in self.figures),
+            *((format_bytes, *row) for row in self.memory),
+        ]
         cells = [
-            (name, format_seconds(thought), format_seconds(found), f"{found / thought:.2f}")
-            for name, thought, found in self.figures
+            (name, told(thought), told(found), f"{found / thought:.2f}")
+            for told, name, thought, found in rows
             if thought > 0
         ]
-        return f"{head}\n{align([('', 'thought', 'measured', 'factor'), *cells], right=(1, 2, 3))}"
+        table = align([("", "thought", "measured", "factor"), *cells], right=(1, 2, 3))
+        return "\n".join((head, table, *self.changes))
+
+    @property
+    def changes(self) -> list[str]:
+        """What is decided in another way now, a line for each choice: ``"h.0 and 11 more: A, before B"``."""
+        return [
+            f"{change.names[0]}{f' and {len(change.names) - 1} more' if change.names[1:] else ''}: "
+            f"{change.after}, before {change.before}"
+            for change in diff(self.before, self.after).changes
+        ]
+
+    @property
+    def memory(self) -> list[tuple[str, int, int]]:
+        """Opaque modules that keep more than was thought, each with the most of a call's forward, bytes."""
+        thought, found = self._profiles
+        desc, rows = self.thought.model_desc, []
+        for module in desc.opaque:
+            before, now = (
+                max((profile.of(s).forward.peak_bytes for s in calls_of(desc, module.name)), default=0)
+                for profile in (thought, found)
+            )
+            if now > before + 1:  # by a batch in between it may be rounded
+                rows.append((f"activations of {module.name or 'the root'}", before, now))
+        return rows
+
+    @property
+    def _profiles(self) -> tuple[Profile, Profile]:
+        """As thought and as found, both at the batch that was found: more samples are no slower compute."""
+        batch = self.after.local_batch
+        of_batch = (profile for profile in self.found.profiles if profile.local_batch == batch)
+        found = next(of_batch, self.found.profiles[0])
+        before = self.thought.profile_at(self.before.local_batch)
+        return profile_at_batch(before, self.thought.model_desc, found.local_batch), found
 
     @property
     def figures(self) -> list[tuple[str, float, float]]:
-        """What was corrected: its name, and its seconds as they were thought and as they were found.
-
-        Both at the batch that was found: more samples are no slower compute.
-        """
-        desc, batch = self.thought.model_desc, self.after.local_batch
-        of_batch = (profile for profile in self.found.profiles if profile.local_batch == batch)
-        found = next(of_batch, self.found.profiles[0])
-        thought = profile_at_batch(self.thought.profile_at(self.before.local_batch), desc, found.local_batch)
+        """What was corrected: its name, and its seconds as they were thought and as they were found."""
+        desc, (thought, found) = self.thought.model_desc, self._profiles
         rows: list[tuple[str, float, float]] = []
         for name in ("forward", "backward"):
             sums = [

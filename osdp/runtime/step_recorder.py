@@ -1,6 +1,7 @@
 """Records what steps of a running model take: compute by stretch of the trace, collectives, the optimizer.
 
-Hooks read two clocks where modules return, and where gradients of what they returned arrive::
+Of modules that cannot be traced it records what they keep, too. Hooks read two clocks where modules return,
+and where gradients of what they returned arrive::
 
     forward    begin | ... h.0 returns | ... h.1 returns | ... end
     backward   end | ... gradient of h.0 | ... gradient of h.1 | ... begin      (from right to left)
@@ -22,6 +23,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from osdp.allocator import allocated_bytes
 from osdp.runtime.microbatch import batch_shape, num_samples, shape_of_sample
 from osdp.runtime.module.outputs import tensors_with_grad
 from osdp.runtime.ranks.participants import GATHER
@@ -59,6 +61,8 @@ class RecordedStep:
         optimizer_seconds: Steps of the optimizers.
         gather_seconds: Gathering what they have made of parameters that each rank steps in part.
         in_cpu_time: Whether compute is counted in CPU time.
+        opaque: Bytes that calls of opaque modules left alive, at most; by their FQNs. There are none where
+            nothing tells what is in use.
     """
 
     samples: int = 0
@@ -74,6 +78,7 @@ class RecordedStep:
     optimizer_seconds: float = 0.0
     gather_seconds: float = 0.0
     in_cpu_time: bool = False
+    opaque: dict[str, int] = field(default_factory=dict)
 
     @property
     def seconds(self) -> float:
@@ -94,13 +99,20 @@ class StepRecorder:
         running: The model.
         ends: FQNs of the modules that end stretches, in the order of the trace.
         optimizers: What steps on it, the first of which ends a step.
+        opaque: FQNs of opaque modules, the memory of which is recorded.
 
     Attributes:
         steps: What was recorded.
         scheduled: Microbatches that ``train_step`` cuts the next batch into; 0 in a loop of one's own.
     """
 
-    def __init__(self, running: ShardedModel, ends: Sequence[str], optimizers: Sequence[Optimizer]) -> None:
+    def __init__(
+        self,
+        running: ShardedModel,
+        ends: Sequence[str],
+        optimizers: Sequence[Optimizer],
+        opaque: Sequence[str] = (),
+    ) -> None:
         self.steps: list[RecordedStep] = []
         self.scheduled = 0
         self._running = running
@@ -122,10 +134,12 @@ class StepRecorder:
         self._stepping: tuple[Optimizer, ClockMark, float] | None = None
         #: Whether the optimizer that ends steps has stepped, maybe inside of the one that still does.
         self._ended = False
+        #: Bytes in use when each opaque module that runs was called.
+        self._entered: list[int] = []
         self._handles: list[RemovableHandle] = []
-        self._install(ends, optimizers)
+        self._install(ends, optimizers, opaque)
 
-    def _install(self, ends: Sequence[str], optimizers: Sequence[Optimizer]) -> None:
+    def _install(self, ends: Sequence[str], optimizers: Sequence[Optimizer], opaque: Sequence[str]) -> None:
         model, keep = self._running.model, self._handles.append
         keep(model.register_forward_pre_hook(self._begin_forward, prepend=True, with_kwargs=True))
         for unit in self._running.parameters.sharded.units:
@@ -133,6 +147,11 @@ class StepRecorder:
                 keep(model.get_submodule(name).register_forward_pre_hook(self._called))
         for place, name in enumerate(ends):
             keep(model.get_submodule(name).register_forward_hook(partial(self._returned, place)))
+        for name in opaque:
+            module = model.get_submodule(name)
+            # When its unit is gathered, and before it is resharded.
+            keep(module.register_forward_pre_hook(self._enter_opaque))
+            keep(module.register_forward_hook(partial(self._leave_opaque, name), prepend=True))
         keep(model.register_forward_hook(self._end_forward))
         for optimizer in optimizers:
             keep(optimizer.register_step_pre_hook(self._before_step))
@@ -187,7 +206,7 @@ class StepRecorder:
         self._begin_pass()
 
     def _begin_pass(self) -> None:
-        self._spans, self._begun, self._copied = [], set(), None
+        self._spans, self._begun, self._copied, self._entered = [], set(), None, []
         self._marks = [(-1, -1, self.begin())]
 
     @not_compiled
@@ -267,6 +286,28 @@ class StepRecorder:
             inside = [(a, b) for a, b in self._spans if start.wall <= a.wall < end.wall]
             waited = sum(b.compute - a.compute for a, b in inside)
             found[part] = found.get(part, 0.0) + max(end.compute - start.compute - waited, 0.0)
+
+    # Memory
+
+    @not_compiled
+    def _enter_opaque(self, _module: nn.Module, _args: Any) -> None:
+        if self._marks and torch.is_grad_enabled():  # also where it is recomputed
+            self._entered.append(self._allocated())
+
+    @not_compiled
+    def _leave_opaque(self, name: str, _module: nn.Module, _args: Any, _output: Any) -> None:
+        if self._entered and torch.is_grad_enabled():
+            left = self._allocated() - self._entered.pop()
+            if left > 0:
+                self._now.opaque[name] = max(left, self._now.opaque.get(name, 0))
+
+    def _allocated(self) -> int:
+        """Bytes in use; that takes a while, which is no compute."""
+        begin = self.begin()
+        found = allocated_bytes()
+        if self._copied is None:  # else the last span is to be that of a gather
+            self._spans.append((begin, self.begin()))
+        return found or 0
 
     # Steps
 

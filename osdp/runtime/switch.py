@@ -39,6 +39,9 @@ from osdp.torch_private.local_step import NUMBERS
 
 logger = logging.getLogger(__name__)
 
+#: Parameters that something still refers to, of which so many are named.
+_NAMED = 8
+
 
 def check_switch(
     applied: ShardedModel,
@@ -66,7 +69,9 @@ def check_switch(
             different parameters.
     """
     control = Control.over(applied.mesh)
-    check_together(control, lambda: _check(applied, plan, optimizers, stepped, in_step))
+    check_together(
+        control, lambda: _check(applied, plan, optimizers, stepped, in_step), "model.switch() of all ranks"
+    )
     if control is not None and not control.agree(sorted(applied.gathering), "the ranks to switch"):
         raise RuntimeError(
             "ranks have gradients of different parameters that no optimizer has stepped by: call "
@@ -125,7 +130,10 @@ def _check(
             f"made for a model with fingerprint {plan.model}, this one has {applied.plan.model}"
         )
     if plan.dp != applied.mesh.size():
-        differences.append(f"it is for {plan.dp} ranks, there are {applied.mesh.size()}")
+        differences.append(
+            f"it is for {plan.dp} ranks, there are {applied.mesh.size()}: save a checkpoint, start {plan.dp} "
+            "processes, and load it into a model under that plan"
+        )
     if differences:
         raise PlanMismatchError(differences)
     if mesh_with_tensor_parallel(applied.model, applied.mesh) is not applied.mesh:
@@ -241,12 +249,12 @@ class TakenApart:
         left = [name for name, reference in self._left.items() if reference() is not None]
         if left and dist.get_rank() == 0:
             logger.warning(
-                "%d parameters of the last plan are still referred to from outside, such as %r: their "
+                "%d parameters of the last plan are still referred to from outside (%s): their "
                 "gradients are those of the parameters in their places, their values are refused, so that "
                 "an average of weights has to be made again from model.parameters(); a loss that is kept "
                 "refers to weights that run in slices",
                 len(left),
-                left[0],
+                ", ".join([*left[:_NAMED], *["..."] * (len(left) > _NAMED)]),
             )
 
     def _apply(self, plan: Plan, backwards: Backwards, computation: Computation) -> ShardedModel:

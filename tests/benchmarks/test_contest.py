@@ -9,10 +9,12 @@ from benchmarks.contest import (
     CASE_NAMES,
     HELD_BACK,
     NUM_ROWS,
+    QUICK_ROWS,
     _clearly_slower,
     _needed,
     _put_aside,
     _ratios,
+    few,
     summarize,
 )
 from benchmarks.support.candidates import given_device
@@ -40,6 +42,18 @@ def test_the_rows_cover_every_pair_of_factors_and_nobody_chooses_them() -> None:
     assert draw(names, NUM_ROWS) == launches != draw(names, NUM_ROWS, seed=1)
     with pytest.raises(ValueError, match=r"20 rows leave .* pairs of factors uncovered"):
         draw(names, 20)
+
+
+def test_the_quick_contest_takes_six_of_its_rows() -> None:
+    launches = draw(CASE_NAMES + HELD_BACK, NUM_ROWS)
+    quick = few(launches)
+    assert sum(len(launch.fractions) for launch in quick) == QUICK_ROWS
+    rows, everything = (
+        {(at.case, at.network, at.world_size, f) for at in some for f in at.fractions}
+        for some in (quick, launches)
+    )
+    assert rows < everything and all(launch.network is None for launch in quick)
+    assert {launch.case in HELD_BACK for launch in quick} == {True, False}
 
 
 def test_the_best_rival_is_compared_on_rounds_that_did_not_choose_it() -> None:

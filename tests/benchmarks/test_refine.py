@@ -53,13 +53,15 @@ def test_the_summary_is_of_the_worst_row() -> None:
         row(),
         row(over_best=1.2, steps_to_final=24, over_limit=True, switches_after_final=1, error="loss"),
     ]
-    found = summarize(rows, {"extra_seconds": 1.5})
+    others = [{"extra_seconds": seconds} for seconds in (1.0, 9.0, 2.0)]
+    found = summarize(rows, [{"extra_seconds": 1.5}, *others, {"reason": "it did not end"}])
     assert found["worst_over_best_plan"] == 1.2 and found["steps_to_final"] == 24
     assert (found["switches_after_final"], found["losses_wrong"], found["over_limit"]) == (1, 1, 1)
     assert found["extra_seconds_to_first_step"] == 1.5 and found["starts_elsewhere"] == 2
+    assert found["median_extra_seconds_of_others"] == 2.0
     assert abs(float(found["instrumented_overhead"] or 0) - 0.02) < 1e-9
 
 
 def test_a_start_that_never_ends_to_refine_has_no_figure() -> None:
-    assert summarize([row(), row(steps_to_final=None)], {})["steps_to_final"] is None
-    assert set(summarize([row(), {"reason": "no compiler"}], {}).values()) == {None}
+    assert summarize([row(), row(steps_to_final=None)], [{}])["steps_to_final"] is None
+    assert set(summarize([row(), {"reason": "no compiler"}], [{}]).values()) == {None}

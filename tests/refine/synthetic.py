@@ -6,11 +6,11 @@ from osdp.cost.sharding.time import passes
 from osdp.plan.basis import Basis
 from osdp.plan.plan import Plan
 from osdp.refine.corrections import problem_of
-from osdp.refine.measurement import CollectiveTime, StepMeasurement, StretchTime
+from osdp.refine.measurement import CollectiveTime, ModuleBytes, StepMeasurement, StretchTime
 from osdp.refine.stretches import stretches_of
 
 
-def measured_under(plan: Plan, truth: Basis, peak: float | None = None) -> StepMeasurement:
+def measured_under(plan: Plan, truth: Basis, opaque: tuple[ModuleBytes, ...] = ()) -> StepMeasurement:
     """The step of ``plan`` where ``truth``, which has one training and one profile, is what there is."""
     problem, found = problem_of(plan, truth)
     settings, seconds = problem.settings, passes(problem, *solution_costs(problem, found))
@@ -26,7 +26,7 @@ def measured_under(plan: Plan, truth: Basis, peak: float | None = None) -> StepM
         backward_seconds=backward,
         optimizer_seconds=found.outcome.optimizer_seconds,
         reductions=settings.reductions,
-        peak_bytes=None if peak is None else int(peak),
+        opaque=opaque,
     )
 
 

@@ -16,7 +16,7 @@ from osdp.plan.basis import Basis
 from osdp.plan.sharding import Mode
 from osdp.refine.corrections import corrected, problem_of
 from osdp.refine.link_times import fitted_link, with_measured_links
-from osdp.refine.measurement import CollectiveTime, StepMeasurement, StretchTime
+from osdp.refine.measurement import CollectiveTime, ModuleBytes, StepMeasurement, StretchTime
 from osdp.refine.next_plan import LEAST_GAIN, next_plan, switch_seconds, worth_it
 from osdp.refine.refinement import Refinement
 from osdp.refine.stretches import end_of_model, stretches_of
@@ -215,21 +215,39 @@ def test_a_rank_that_logs_more_is_no_slow_network(planned: Callable[..., Plan]) 
     assert step_seconds(everyone) == pytest.approx([0.4] * 4)
 
 
+def left_alive(basis: Basis, factor: float) -> tuple[ModuleBytes, ...]:
+    """Each module with ``factor`` times the activations that its code is thought to leave alive."""
+    thought: dict[str, int] = {}
+    for segment in basis.model_desc.segments[: end_of_model(basis.model_desc)]:
+        live = basis.profiles[0].of(segment).forward.live_bytes
+        thought[segment.module] = max(live, thought.get(segment.module, 0))
+    return tuple(ModuleBytes(name, int(factor * live)) for name, live in thought.items() if live > 0)
+
+
 def test_memory_is_corrected_upwards_alone(planned: Callable[..., Plan]) -> None:
     plan = planned(fraction=0.9)
     basis = basis_of(plan)
-    own = plan.predicted.peak_bytes
-    more = corrected(plan, basis, measured_under(plan, basis, peak=1.2 * own))
-    assert 1.2 * own <= problem_of(plan, more.basis)[1].outcome.peak + 1 <= 1.21 * own
-    less = corrected(plan, basis, measured_under(plan, basis, peak=0.8 * own))
-    assert problem_of(plan, less.basis)[1].outcome.peak == pytest.approx(own, abs=1.0)
+    own = max(left_alive(basis, 1.0), key=lambda each: each.nbytes)
+
+    def corrected_by(nbytes: float) -> Basis:
+        measured = measured_under(plan, basis, (replace(own, nbytes=int(nbytes)),))
+        return corrected(plan, basis, measured).basis
+
+    def calls(found: Basis) -> list[int]:
+        segments = [segment for segment in found.model_desc.segments if segment.module == own.module]
+        return [found.profiles[0].of(segment).forward.live_bytes for segment in segments]
+
+    more, less = corrected_by(1.5 * own.nbytes), corrected_by(0.5 * own.nbytes)
+    assert max(calls(more)) == pytest.approx(1.5 * own.nbytes, rel=1e-6)
+    assert problem_of(plan, more)[1].outcome.peak > plan.predicted.peak_bytes
+    assert calls(less) == calls(basis)
+    assert problem_of(plan, less)[1].outcome.peak == pytest.approx(plan.predicted.peak_bytes, abs=1.0)
 
 
 def test_a_plan_beyond_the_limit_is_left_whatever_that_costs(planned: Callable[..., Plan]) -> None:
     plan = planned(fraction=0.9)
     basis = basis_of(plan)
-    peak = 1.1 * basis.device.memory_limit
-    found = next_plan(plan, basis, measured_under(plan, basis, peak=peak), steps_left=0)
+    found = next_plan(plan, basis, measured_under(plan, basis, left_alive(basis, 3.0)), steps_left=0)
     assert found.takes and not found.fits
     assert found.plan.predicted.peak_bytes <= basis.device.memory_limit
     assert found.then > found.now
@@ -390,8 +408,9 @@ def test_a_loop_that_reduces_every_microbatch_is_planned_for_as_it_runs(planned:
 
 def test_measurements_are_checked_and_saved(tmp_path: Path) -> None:
     good = StepMeasurement(
-        2, 1, (StretchTime(("h.0",), 0.1),), (StretchTime(("h.0", ""), 0.2),), (), 0.3, 0.1, peak_bytes=5
-    )
+        2, 1, (StretchTime(("h.0",), 0.1),), (StretchTime(("h.0", ""), 0.2),), (), 0.3, 0.1,
+        opaque=(ModuleBytes("h.0", 5),),
+    )  # fmt: skip
     good.save(tmp_path / "step.json")
     assert StepMeasurement.load(tmp_path / "step.json") == good
     with pytest.raises(ValueError, match="one microbatch and one reduction, not 0, 1 and 1"):

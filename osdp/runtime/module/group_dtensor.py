@@ -23,6 +23,7 @@ in the layout of what is written to.
 """
 
 import copy
+import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -307,9 +308,35 @@ def _in_one_layout(values: Sequence[Any], *, in_place: bool) -> list[Any]:
         if not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
             return value
         like = next((each for each in likes if each.shape == value.shape), None)
-        return value if like is None else wrap_like(part_for(like, value).contiguous(), like)
+        if like is not None:
+            return wrap_like(part_for(like, value).contiguous(), like)
+        return _alike_on_all_ranks(value, likes[0].device_mesh) if likes else value
 
     return list(map(laid_out, values))
+
+
+def _alike_on_all_ranks(value: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """A plain tensor as one that each rank has all of; a collective call.
+
+    What optimizers keep of products of whole gradients is alike on all ranks. Activations are not: every rank
+    would compute its part of the result with its own.
+
+    Raises:
+        RuntimeError: It is not.
+    """
+    control = Control.known(mesh)
+    if control is None and mesh.size() > 1:
+        return value  # nobody can tell whether it is alike
+    held = value.detach().cpu().contiguous().view(torch.uint8) if value.numel() else value
+    digest = hashlib.sha256(held.numpy().tobytes()).hexdigest() if value.numel() else ""
+    if control is not None and not control.agree((tuple(value.shape), digest), "a plain tensor of all ranks"):
+        raise RuntimeError(
+            f"a tensor of shape {tuple(value.shape)}, which differs among the ranks, was to be computed with "
+            "a sharded parameter or gradient: each rank would make its part of the result of its own values. "
+            "Take the whole, parameter.full_tensor(), on all ranks"
+        )
+    whole: torch.Tensor = DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return whole
 
 
 def _is_list(value: Any, length: int) -> bool:

@@ -14,16 +14,20 @@ from osdp.runtime.ranks.control import Control
 _SHOWN = 5
 
 
-def check_together(control: Control | None, check: Callable[[], object]) -> None:
+def check_together(
+    control: Control | None, check: Callable[[], object], what: str = "what the ranks were given"
+) -> None:
     """Run ``check`` on every rank; if it raises on one, all raise together.
 
     Args:
         control: The ranks; ``None`` if there is one.
         check: Checks the arguments of this rank.
+        what: What all ranks do, for messages if some do something else.
 
     Raises:
         ValueError: ``check`` raised on some ranks; lists these with their errors. Where all ranks found the
             same, the error that ``check`` raised.
+        LockstepError: Other ranks do something else.
     """
     if control is None:
         check()
@@ -33,7 +37,7 @@ def check_together(control: Control | None, check: Callable[[], object]) -> None
         check()
     except (ValueError, TypeError, RuntimeError) as found:
         error = found
-    if not any(failed for (failed,) in control.exchange([error is not None], "what the ranks were given")):
+    if not any(control.meet(what, error is not None)):
         return
     texts = control.gather(None if error is None else f"{type(error).__name__}: {error}", "what is wrong")
     if error is not None and len(set(texts)) == 1:

@@ -98,7 +98,11 @@ class Control:
     @classmethod
     def known(cls, mesh: DeviceMesh) -> "Control | None":
         """The control of the ranks of ``mesh``, if it was created."""
-        return _MADE.get(mesh.get_group()) if mesh.ndim == 1 else None
+        if mesh.ndim == 1:
+            return _MADE.get(mesh.get_group())
+        ranks = sorted(mesh.mesh.flatten().tolist())
+        made = (each for group, each in _MADE.items() if sorted(dist.get_process_group_ranks(group)) == ranks)
+        return next(made, None)
 
     # Models
 
@@ -127,23 +131,25 @@ class Control:
         found: list[list[int]] = everybody.view(self.size, -1).tolist()
         return found
 
-    def meet(self, what: str) -> None:
-        """Return when all ranks are here for the same.
+    def meet(self, what: str, mine: int = 0) -> list[int]:
+        """Return when all ranks are here for the same; what each of them has brought.
 
         Args:
             what: The purpose, for messages of all ranks.
+            mine: What this rank brings.
 
         Raises:
             LockstepError: Others are somewhere else.
         """
         # As many numbers as ranks exchange that agree on collectives: gloo ends a process that gets more.
-        rows = self.exchange([MEETS, zlib.crc32(what.encode()), 0, 0], what)
-        others = [str(rank) for rank, row in enumerate(rows) if row != rows[self.rank]]
+        rows = self.exchange([MEETS, zlib.crc32(what.encode()), mine, 0], what)
+        others = [str(rank) for rank, row in enumerate(rows) if row[:2] != rows[self.rank][:2]]
         if others:
             raise self.refuse(
                 f"rank {self.rank} came for {what}, and rank {', '.join(others)} for something else: all of "
                 "them have to do it, in the same order, or none"
             )
+        return [row[2] for row in rows]
 
     def maximum(self, numbers: Sequence[int], what: str) -> list[int]:
         """The elementwise maximum of ``numbers`` over the ranks."""

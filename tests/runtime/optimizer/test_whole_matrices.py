@@ -173,6 +173,62 @@ def test_matrices_that_are_gathered_are_orthogonalized_by_all() -> None:
         assert sum(shares) == 5 * 15 and min(shares) >= 2 * 15, (name, shares)
 
 
+class Shampoo(torch.optim.Optimizer):
+    """As its users write it: it knows nothing of ranks, and takes roots of products of whole gradients."""
+
+    def __init__(self, params: Any, lr: float = 0.05) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["left"] = torch.zeros(p.shape[0], p.shape[0], dtype=p.dtype)
+                    state["right"] = torch.zeros(p.shape[1], p.shape[1], dtype=p.dtype)
+                state["left"] += p.grad @ p.grad.T
+                state["right"] += p.grad.T @ p.grad
+                update = inverse_root(state["left"]) @ p.grad @ inverse_root(state["right"])
+                p.add_(update, alpha=-group["lr"])
+
+
+def inverse_root(matrix: torch.Tensor) -> torch.Tensor:
+    """The inverse fourth root of a positive matrix."""
+    values, vectors = torch.linalg.eigh(matrix + 1e-4 * torch.eye(len(matrix), dtype=matrix.dtype))
+    return vectors @ torch.diag(values**-0.25) @ vectors.T
+
+
+def shampoo_and_adam(model: nn.Module) -> list[torch.optim.Optimizer]:
+    matrices, others = [], []
+    for parameter in model.parameters():
+        (matrices if is_matrix(parameter) else others).append(parameter)
+    return [Shampoo(matrices), torch.optim.AdamW(others, lr=0.01)]
+
+
+def trains_with_shampoo() -> None:
+    reference, ranks = made(), range(dist.get_world_size())
+    optimizers = shampoo_and_adam(reference)
+    for step in range(STEPS):
+        batches = [tokens(10 * step + rank, 3, 6) for rank in ranks]
+        reference.zero_grad()
+        (sum(loss_of(reference(batch), batch) for batch in batches) / len(batches)).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    want = dict(reference.named_parameters())
+    for name, plan in plans(made()).items():
+        model = OSDP(made(), plan=plan)
+        train(model, shampoo_and_adam(model))
+        for parameter, value in model.named_parameters():
+            assert difference(whole(value.detach()), want[parameter]) < 1e-7, (name, parameter)
+
+
+def test_others_that_need_whole_matrices_train_as_a_single_process_under_every_plan() -> None:
+    run(2, trains_with_shampoo, timeout=120)
+
+
 def in_another_order_on_each_rank() -> None:
     """As ``set(model.parameters())`` gives them, which hashes addresses."""
     want = single_process()

@@ -5,12 +5,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from osdp.hardware.profile import PassProfile, Profile, SegmentProfile
-from osdp.model.description import ModelDesc
-from osdp.refine.measurement import StretchTime
-from osdp.refine.stretches import stretches_of
+from osdp.model.description import ModelDesc, Segment
+from osdp.refine.measurement import ModuleBytes, StretchTime
+from osdp.refine.stretches import end_of_model, stretches_of
 
 #: Times that are further off than this say something of the measurement, not of the profile.
 _MOST = 1000.0
+#: Activations that are larger than was thought by less than this part, or by fewer bytes, are as thought: the
+#: nodes of the graph are counted, too.
+_LEAST_MORE, _LEAST_BYTES = 0.01, 2**16
 
 
 def with_measured_times(
@@ -68,6 +71,46 @@ def with_measured_times(
         )
 
     return replace(profile, segments=tuple(map(timed_anew, profile.segments)))
+
+
+def with_measured_memory(profile: Profile, model_desc: ModelDesc, measured: Sequence[ModuleBytes]) -> Profile:
+    """The profile in which opaque modules keep what calls of them left alive, if that is more than thought.
+
+    More than the traced forward ever held is kept from forward to backward, at least by the difference. What
+    backward takes besides is not seen. Modules that run alike keep alike.
+
+    Args:
+        profile: The profile, at the batch that was measured.
+        model_desc: The model.
+        measured: What was alive. Modules that took less than was thought stay as they are: other values may
+            take more.
+    """
+    more: dict[str, int] = {}
+    for each in measured:
+        calls = calls_of(model_desc, each.module)
+        thought = max((profile.of(segment).forward.peak_bytes for segment in calls), default=0)
+        if each.nbytes > thought + max(_LEAST_MORE * thought, _LEAST_BYTES):
+            for segment in calls:
+                more[segment.signature] = max(each.nbytes - thought, more.get(segment.signature, 0))
+
+    def grown(segment: SegmentProfile) -> SegmentProfile:
+        extra = more.get(segment.signature, 0)
+        forward, backward = segment.forward, segment.backward
+        return replace(
+            segment,
+            forward=replace(
+                forward, live_bytes=forward.live_bytes + extra, peak_bytes=forward.peak_bytes + extra
+            ),
+            backward=replace(backward, live_bytes=backward.live_bytes - extra),
+            saved_bytes=segment.saved_bytes + extra,
+        )
+
+    return replace(profile, segments=tuple(map(grown, profile.segments)))
+
+
+def calls_of(model_desc: ModelDesc, module: str) -> list[Segment]:
+    """The segments of a module's own code, without the loss."""
+    return [each for each in model_desc.segments[: end_of_model(model_desc)] if each.module == module]
 
 
 def with_more_activations(profile: Profile, factor: Callable[[SegmentProfile], float]) -> Profile:
