@@ -10,7 +10,7 @@ the truth, with those that the other starts ended under, and with those that the
 all made anew for every few rounds, until intervals are narrow; the best is chosen on each half of the rounds
 and compared on the other.
 
-What the recorded steps cost beside others is timed in turns on two models under one plan.
+What the recorded steps cost beside others is timed in turns of one model.
 
     python -m benchmarks.refine [--quick] [--json FILE [--resume]]
 """
@@ -24,6 +24,7 @@ from statistics import median
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from benchmarks.noisy_start import BUSY, busy_machine
 from benchmarks.support import first_step, harness
@@ -40,7 +41,7 @@ from benchmarks.support.harness import Options, Result, Row
 from benchmarks.support.launch import WorkerError, launch
 from benchmarks.support.live_bytes import LiveBytes, NoCompilerError, preload
 from benchmarks.support.models import CASES
-from benchmarks.support.timing import Ratio, in_common, over_best_rival
+from benchmarks.support.timing import Ratio, alternate, in_common, over_best_rival
 from benchmarks.support.turns import LEAST_ROUNDS, MOST_ROUNDS, take_turns_until_narrow
 from osdp import OSDP, DeviceInfo, Plan, Training, codec
 from osdp.cost.evaluate import evaluate
@@ -61,8 +62,8 @@ FRACTION = 0.5
 STEPS = 44
 #: Plans that are slower than the fastest by more than this part after the first rounds are not the best.
 SLOWER = 0.05
-#: A recorded step beside a plain one.
-RECORDED = "recorded"
+#: Steps of one model in turns, and how many of each.
+PLAIN, RECORDED, RECORDED_ROUNDS = "plain", "recorded", 24
 #: The loss is compared after so many steps, later than the last switch.
 COMPARED = 30
 LOSS_TOLERANCE = 1e-3
@@ -174,14 +175,28 @@ def train_refining(
     }
 
 
-def prepare(setting: Setting, plan: Plan, batches: Callable[[int], Any], *, recorded: bool) -> TrainStep:
-    """A fresh model under ``plan``, whose steps are recorded as refining records them, or not."""
+def prepare(setting: Setting, plan: Plan, batches: Callable[[int], Any]) -> TrainStep:
+    """A fresh model under ``plan``."""
+    model = OSDP(setting.case.model(), plan=plan)
+    return train_step(model, make_optimizer(model.parameters(), setting.training), batches)
+
+
+def recorded_and_plain(
+    setting: Setting, plan: Plan, batches: Callable[[int], Any]
+) -> Mapping[str, list[float]]:
+    """Seconds of steps in turns of one model, recorded as refining records them and not."""
     model = OSDP(setting.case.model(), plan=plan)
     optimizer = make_optimizer(model.parameters(), setting.training)
-    if recorded:
-        ends = [each.module for each in stretches_of(setting.model_desc) if each.module]
-        StepRecorder(model._applied.sharded, ends, [optimizer])
-    return train_step(model, optimizer, batches)
+    step = train_step(model, optimizer, batches)
+    ends = [each.module for each in stretches_of(setting.model_desc) if each.module]
+
+    def recorded() -> None:
+        recorder = StepRecorder(model._applied.sharded, ends, [optimizer])
+        step(0)
+        recorder.close()
+
+    programs = {PLAIN: lambda: step(0), RECORDED: recorded}
+    return alternate(programs, rounds=RECORDED_ROUNDS, warmup=2, synchronize=dist.barrier)
 
 
 def refine(
@@ -217,11 +232,11 @@ def refine(
         first = codec.from_json(Plan, each.pop("first_plan"))
         true = evaluate(first, setting.profile, device, TRAINING, setting.model_desc)
         each["first"] = named(first) if true.peak_bytes <= limit else "beyond the limit"
-    makers = {name: partial(prepare, setting, plan, batches, recorded=False) for name, plan in plans.items()}
-    makers[RECORDED] = partial(prepare, setting, truth, batches, recorded=True)
+    makers = {name: partial(prepare, setting, plan, batches) for name, plan in plans.items()}
     finals = {each["final"] for each in found.values()}
     turns = take_turns_until_narrow(makers, partial(_needed, finals), most_rounds=most_rounds)
-    return {"limit": limit, "starts": found, "seconds": turns.seconds}
+    recorded = recorded_and_plain(setting, truth, batches)
+    return {"limit": limit, "starts": found, "seconds": turns.seconds, "recorded": recorded}
 
 
 def over_best(seconds: Mapping[str, list[float]], final: str) -> tuple[str, Ratio]:
@@ -235,16 +250,14 @@ def over_best(seconds: Mapping[str, list[float]], final: str) -> tuple[str, Rati
 
 def _fastest(seconds: Mapping[str, list[float]]) -> list[str]:
     """The plans that may be the best one, after the first rounds."""
-    first = {name: median(times[:LEAST_ROUNDS]) for name, times in seconds.items() if name != RECORDED}
+    first = {name: median(times[:LEAST_ROUNDS]) for name, times in seconds.items()}
     return [name for name in first if first[name] <= (1 + SLOWER) * min(first.values())]
 
 
 def _needed(finals: set[str], seconds: Mapping[str, list[float]]) -> set[str]:
-    """Plans whose comparison, or the one of recorded steps, is still wide."""
+    """Plans whose comparison is still wide."""
     wide = {final for final in finals if not over_best(seconds, final)[1].is_narrow}
-    needed = wide.union(_fastest(seconds)) if wide else set()
-    recorded = in_common(seconds[RECORDED], seconds["truth"])
-    return needed | (set() if recorded.is_narrow else {RECORDED, "truth"})
+    return wide.union(_fastest(seconds)) if wide else set()
 
 
 def rows_of(case: str, *, steps: int, most_rounds: int) -> list[Row]:
@@ -275,7 +288,7 @@ def row_of(case: str, name: str, ranks: list[dict[str, Any]], expected: float) -
     peak = max((each for each in peaks if each is not None), default=None)
     seconds = first["seconds"]
     best, ratio = over_best(seconds, found["final"])
-    recorded = in_common(seconds[RECORDED], seconds["truth"])
+    recorded = in_common(first["recorded"][RECORDED], first["recorded"][PLAIN])
     row: Row = {"name": f"{case}, {name}", "case": case, "limit": first["limit"]} | found
     row |= {
         "best": best,

@@ -5,7 +5,8 @@
     2 steps to settle | 4 recorded | ranks compare, rank 0 searches | switch or end | 2 steps to settle | ...
 
 Steps between which the batch has changed are recorded once more. All ranks do the same at the same step. A
-plan that turns out slower than the one before is left again.
+plan that turns out slower than the one before is left again, for good if that one is still the faster one: a
+machine may have become slower meanwhile.
 """
 
 import logging
@@ -207,6 +208,8 @@ class Refiner:
         self._steps = self._steps_at_start = self._switches = self._round = 0
         #: Plans that fit, and the seconds of their steps, of one batch.
         self._measured: list[tuple[Plan, float]] = []
+        #: The plan that turned out slower, and its seconds, until the one before it is measured again.
+        self._left_again: tuple[Plan, float] | None = None
         self._batch = (0, 0)
         #: Whether parameters have hooks of the user's on any rank.
         self._has_hooks = False
@@ -412,14 +415,19 @@ class Refiner:
         if batch != self._batch:
             # Longer steps do not make a plan the slower one.
             self._measured.clear()
+            self._left_again = None
             self._batch, self._seconds_before = batch, seconds
         self._measured.append((self._model.plan, seconds))
         self._seconds_before = self._seconds_before or seconds
         self._round += 1
+        margin = 1 + max(LEAST_GAIN, measured.spread)
+        if self._left_again is not None:
+            self._compare_again(*self._left_again, seconds, margin)
+            return
         before, fastest = min(self._measured, key=lambda each: each[1])
-        if seconds > (1 + max(LEAST_GAIN, measured.spread)) * fastest:
-            if self._switch(before, seconds):
-                self._end(fastest, "the plan before turned out to be the faster one")
+        if seconds > margin * fastest:
+            self._left_again = self._model.plan, seconds
+            self._switch(before, seconds)
             return
 
         def search() -> NextPlan | str:
@@ -446,6 +454,20 @@ class Refiner:
             self._steps_at_start = self._steps - SETTLING
         else:
             self._take(other, seconds)
+
+    def _compare_again(self, other: Plan, seconds: float, now: float, margin: float) -> None:
+        """End, under the plan that runs unless ``other`` was no slower than that is now.
+
+        Args:
+            other: The plan that was left again.
+            seconds: What its steps took.
+            now: What steps take under the plan before it.
+            margin: By how much steps differ, a factor.
+        """
+        if seconds > margin * now:
+            self._end(now, "the plan before turned out to be the faster one")
+        elif self._switch(other, now):
+            self._end(seconds, "the plan before, measured again, was no faster")
 
     def _of_all_ranks(self, recorded: list[RecordedStep]) -> list[list[RecordedStep]]:
         """What each rank has recorded; nothing if the optimizer that marked the steps is gone on one of them.

@@ -218,4 +218,6 @@ def test_a_time_limit_of_the_search_is_positive_and_finite(seconds: float) -> No
 
 def test_a_time_limit_of_the_search_is_none_of_stages() -> None:
     with pytest.raises(ValueError, match="without stages"):
-        make_plan(nn.Sequential(NET, nn.Linear(4, 4)), torch.ones(6, 4), devices(), pp=2, dp=1, search_seconds=1)
+        make_plan(
+            nn.Sequential(NET, nn.Linear(4, 4)), torch.ones(6, 4), devices(), pp=2, dp=1, search_seconds=1
+        )

@@ -34,7 +34,7 @@ _CLOSE = 0.005
 #: Powers of two that all-reduces may be slower, or faster, than was thought: that they are slow is seen, that
 #: they are fast only where nothing else was in the backward. Where other collectives were timed, which share
 #: the network, no more than so many from what these say.
-_SLOWER, _FASTER, _BESIDE_OTHERS = 10.0, 4.0, 2.0
+_SLOWER, _FASTER, _BESIDE_OTHERS = 10.0, 4.0, 1.0
 #: Halvings of an interval, enough for any float that matters here.
 _HALVINGS = 40
 _ALL_REDUCE = ("all_reduce", "world")
