@@ -24,7 +24,7 @@ from osdp.cost.sharding.units import UnitCosts
 from osdp.plan.deadline import NO_DEADLINE, Deadline
 from osdp.plan.search_options import SearchOptions
 from osdp.search.sharding.candidates import CandidateUnits, build_space, root_dtype
-from osdp.search.sharding.chain.fitting import CandidateNeeds, FittingChains, holds_no_less
+from osdp.search.sharding.chain.fitting import FEW_STEPS, STEPS, CandidateNeeds, FittingChains, holds_no_less
 from osdp.search.sharding.chain.linear_relaxation import relax
 from osdp.search.sharding.chain.problem import arrangements, candidates_of, chain_problem
 from osdp.search.sharding.chain.solver import (
@@ -71,6 +71,8 @@ _MULTIPLES = (0.0, 0.1, 0.25, 0.5, 0.75, 1.0, 1.5, 2.5)
 _MARGINS = 6
 #: Relative gap between a mixture of chains that fit and its bound below which no further chains are priced.
 _MIXED_ENOUGH = 1e-3
+#: Seconds in which the chains that fit are known roughly only.
+_LITTLE_TIME = 3.0
 #: Part of the time that is left which initial plans, and local improvements of each choice of root, may take.
 _TIME_PARTS = 4
 #: Relative gap below which a first look is not widened; a tenth of HiGHS's own tolerance.
@@ -235,8 +237,8 @@ class CuttingPlaneSearch:
                 widths = FIRST_LOOK
             else:
                 if widths != FIRST_LOOK:
-                    # Twice the width takes four to six times as long.
-                    self._expected = 6 * (left - deadline.left)
+                    # Twice the width takes four to six times as long, and up to ten.
+                    self._expected = 10 * (left - deadline.left)
                     self.ended = self._width == _WIDEST
                     self._width *= 2
                 self.ended |= self._expected > deadline.left
@@ -244,25 +246,32 @@ class CuttingPlaneSearch:
         return best
 
     def tightened(
-        self, upper: float, deadline: Deadline = NO_DEADLINE
+        self, upper: float, deadline: Deadline = NO_DEADLINE, prices: Prices | None = None
     ) -> tuple[StepEstimate, tuple[UnitSpan, ...]] | None:
         """Units that beat ``upper`` seconds, or a higher :attr:`bound`, by the chains whose units can fit.
 
-        After :meth:`fastest`, with the rows that it has found, or in it, where no plan is known.
+        After :meth:`fastest`, with the rows that it has found, or in it, where no plan is known; or after
+        :meth:`bound_by`, with the ``prices`` of what decides another choice.
         """
         if self.is_proven(upper) or deadline.is_over or not self._space.num_items or np.isinf(self._limit):
             return None
-        chains = self.chains or FittingChains.of(self._costed.needs, self._root, self._limit)
+        few = deadline.is_set and deadline.left < _LITTLE_TIME
+        num_steps = FEW_STEPS if few else STEPS
+        chains = self.chains
+        if chains is None or chains.num_steps < num_steps:
+            chains = FittingChains.of(self._costed.needs, self._root, self._limit, num_steps)
         if not chains.any_fits:
             self.bound = upper
             return None
         self.chains = chains
         best = None
-        duals = self._dual_prices(self._rows.stacked())
-        if duals is None:
-            self.bound = upper
-            return None
-        self.prices = self._rows.named(duals.weights)
+        if prices is None:
+            duals = self._dual_prices(self._rows.stacked())
+            if duals is None:
+                self.bound = upper
+                return None
+            prices = self._rows.named(duals.weights)
+        self.prices = prices
         columns: list[Ints] = []
         for _ in range(_CHAIN_ROUNDS):
             if deadline.is_over or self.is_proven(upper):
@@ -278,7 +287,7 @@ class CuttingPlaneSearch:
             self._raise(bound, priced, upper)
             if self.is_proven(upper):
                 break
-            begin, known = len(columns), self.num_rows
+            begin, known, before = len(columns), self.num_rows, (self.bound, upper)
             self._raise(*self._relaxed_chains(chains, columns, priced, deadline), upper)
             tried = (*columns[begin : begin + 2], *columns[-_CHAINS_SIMULATED:])
             distinct = {column.tobytes(): column for column in tried}
@@ -295,7 +304,8 @@ class CuttingPlaneSearch:
             near = self._nearly_fitting(chains, rows.rows[:, times] @ priced[times], upper, deadline)
             if near is not None:
                 best, upper = near, near[0].seconds
-            if self.num_rows == known:
+            stays = self.bound - before[0] <= _MIXED_ENOUGH * upper and upper == before[1]
+            if self.num_rows == known or (stays and deadline.is_set):
                 break
         return best
 

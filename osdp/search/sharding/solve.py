@@ -80,6 +80,7 @@ def solve_bounded(
         an assignment, it is proven that nothing beats ``upper`` if the bound equals ``upper``.
     """
     best: ShardingSolution | None = None
+    best_of: CuttingPlaneSearch | None = None
     undecided = False
     searches: list[tuple[CuttingPlaneSearch, RootChoice]] = []
     # 1. Each further choice of root must beat the best so far.
@@ -89,15 +90,21 @@ def solve_bounded(
         if decided is not None and np.isfinite(upper):
             # What decides one choice often shows at once that another is no faster.
             search.bound_by(decided, upper)
+            if deadline.is_set and decided.chains is not None:
+                # Where chains were needed once, rows alone prove little.
+                found = search.tightened(upper, deadline, decided.prices)
+                best, best_of = _better(best, best_of, search, choice, found, deadline)
+                upper = upper if best is None else best.outcome.seconds
             if search.bound >= upper:
                 continue
         found = search.fastest(upper, deadline)
         undecided |= found is None and not search.impossible
-        best = _with(best, search, choice, found, deadline)
+        best, best_of = _better(best, best_of, search, choice, found, deadline)
         upper = upper if best is None else best.outcome.seconds
-        if np.isfinite(upper):
+        if np.isfinite(upper) and not (deadline.is_set and search.chains is not None):
             # Where the rows prove too little: once more, by the chains whose units can fit.
-            best = _with(best, search, choice, search.tightened(upper, deadline), deadline)
+            found = search.tightened(upper, deadline)
+            best, best_of = _better(best, best_of, search, choice, found, deadline)
             upper = upper if best is None else best.outcome.seconds
         if search.prices and (search.chains is not None or decided is None or decided.chains is None):
             decided = search
@@ -105,6 +112,10 @@ def solve_bounded(
         # A search of bounded width may miss feasible plans: the lowest peak that can be found decides.
         lowest = min_peak_solution(problem, options=options, enough=limit, solver=solver)
         best = lowest if lowest.outcome.peak <= limit else None
+    if best is not None and best_of is not None and deadline.is_set:
+        # Proofs that other choices are slower came first.
+        outcome, units = best_of.improved(best.outcome, best.units, deadline)
+        best = replace(best, outcome=outcome, units=units)
     # 2. Kept slices multiply the candidates; where the proof failed, a smaller space may give a faster plan.
     bound = min((search.bound for search, _ in searches), default=np.inf)
     proven = best is None or best.outcome.seconds * (1 - CLOSE_ENOUGH) <= bound
@@ -118,7 +129,7 @@ def solve_bounded(
             break
         search, choice = min(unproven, key=lambda each: each[0].bound)
         found = search.go_on(upper, deadline.share(len(unproven)))
-        best = _with(best, search, choice, found, deadline)
+        best, best_of = _better(best, best_of, search, choice, found, deadline)
         upper = upper if best is None else best.outcome.seconds
     bound = min((search.bound for search, _ in searches), default=np.inf)
     if best is None:
@@ -127,18 +138,22 @@ def solve_bounded(
     return replace(best, bound=bound), bound
 
 
-def _with(
+def _better(
     best: ShardingSolution | None,
+    best_of: CuttingPlaneSearch | None,
     search: CuttingPlaneSearch,
     choice: RootChoice,
     found: tuple[StepEstimate, tuple[UnitSpan, ...]] | None,
     deadline: Deadline,
-) -> ShardingSolution | None:
-    """``found``, which is better than ``best``, after local improvements; ``best`` if nothing was found."""
+) -> tuple[ShardingSolution | None, CuttingPlaneSearch | None]:
+    """``found``, which is better than ``best``, and the search that found it; or these two.
+
+    Without a deadline it is improved at once.
+    """
     if found is None:
-        return best
-    outcome, units = search.improved(*found, deadline)
-    return choice.solution(units, outcome, search.num_rows, search.bound)
+        return best, best_of
+    outcome, units = found if deadline.is_set else search.improved(*found)
+    return choice.solution(units, outcome, search.num_rows, search.bound), search
 
 
 def _searches(
