@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks.support import opaque_models
 from benchmarks.support.candidates import given_device
 from benchmarks.support.models import CASES, loss_of
 from osdp import OSDP, BatchMix, InfeasibleError, ModelDesc, Plan, Training, codec, make_plan
@@ -24,6 +25,8 @@ from osdp.search.sharding import planner
 from osdp.search.sharding.planner import Candidate, best_plan
 from osdp.search.sharding.solve import solve_bounded
 from tests.helpers.distributed import run
+from tests.helpers.opaque_nets import build
+from tests.test_parity import difference, whole
 
 CASE = CASES["gpt2-tiny"]
 TRAINING = Training(microbatches=1)
@@ -269,3 +272,36 @@ def test_a_model_trains_on_a_mix() -> None:
     assert losses == same and silent == []
     assert len(told) == 1 and told[0].startswith("a batch is 2 x 32, the plan was made for 2 x 16 and 4 x 4:")
     assert "osdp.BatchMix of all" in told[0]
+
+
+def trains_on_packed_rows() -> None:
+    """Rows of 16 and of 8 tokens, each of two sequences whose lengths are values of the batch."""
+
+    def packed(seed: int, samples: int, length: int) -> dict[str, torch.Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        return opaque_models.batch("packed", samples, generator, length=length, vocab=23)
+
+    def mean_loss(output: torch.Tensor) -> torch.Tensor:
+        return output.square().mean()
+
+    mix = BatchMix([packed(0, 2, 16), packed(1, 4, 8)], [1, 3])
+    device = replace(given_device(2), memory_limit=2**30)
+    model = OSDP(build("packed"), mix, device, loss_fn=mean_loss)
+    assert [module.name for module in ModelDesc.from_module(build("packed"), packed(0, 2, 16)).opaque]
+    assert model.plan.batch_shapes == ((2, 16), (4, 8))
+    reference = build("packed")
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.5) for each in (model, reference)]
+    for step, sizes in enumerate(((2, 16), (4, 8), (1, 16), (3, 8))):
+        batches = [packed(10 * step + rank, *sizes) for rank in range(2)]
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        mean_loss(model(**batches[dist.get_rank()])).backward()
+        (sum(mean_loss(reference(**each)) for each in batches) / 2).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    for name, parameter in model.named_parameters():
+        assert difference(whole(parameter.detach()), reference.get_parameter(name)) < 1e-9, name
+
+
+def test_packed_rows_of_several_lengths_train_as_in_a_single_process() -> None:
+    run(2, trains_on_packed_rows, timeout=100)

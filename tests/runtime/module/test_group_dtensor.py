@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from osdp.runtime.module import group_dtensor
 from osdp.runtime.module.group_dtensor import GroupDTensor, compute_as_whole
+from osdp.runtime.ranks.control import Control
 from tests.helpers.distributed import run
 
 
@@ -181,6 +182,29 @@ def written(tensors: list[nn.Parameter]) -> None:
         tensors[1][:] = tensors[0]
         torch.add(tensors[0], tensors[1], out=tensors[3])
         tensors[2] *= tensors[3]
+
+
+def beside_plain_matrices() -> None:
+    """As optimizers of whole matrices compute; activations are other values on each rank."""
+    world = init_device_mesh("cpu", (4,))
+    matrix = torch.randn(7, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+    own = matrix + dist.get_rank()
+    with torch.no_grad():
+        for tensor in parameters()[:1]:
+            with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
+                matrix @ tensor  # nobody knows whether all ranks have the same
+        Control.over(world)
+        for tensor in parameters():
+            want = matrix @ tensor.full_tensor()
+            torch.testing.assert_close(whole(matrix @ tensor), want)
+            torch.testing.assert_close(whole(matrix.mm(tensor.grad)), matrix @ tensor.grad.full_tensor())
+            with pytest.raises(RuntimeError, match="differs among the ranks"):
+                own @ tensor
+
+
+def test_plain_matrices_are_whole_where_all_ranks_have_the_same() -> None:
+    """Each rank would make its part of ``activations @ weight`` of its own activations."""
+    run(4, beside_plain_matrices)
 
 
 def asked_of_autograd() -> None:
