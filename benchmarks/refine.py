@@ -45,6 +45,7 @@ from benchmarks.support.timing import Ratio, alternate, in_common, over_best_riv
 from benchmarks.support.turns import LEAST_ROUNDS, MOST_ROUNDS, take_turns_until_narrow
 from osdp import OSDP, DeviceInfo, Plan, Training, codec
 from osdp.cost.evaluate import evaluate
+from osdp.explain.rebuild import basis_of
 from osdp.hardware.profile import Profile
 from osdp.profiler.roofline import estimate
 from osdp.refine.stretches import stretches_of
@@ -230,7 +231,9 @@ def refine(
         each["final"] = named(codec.from_json(Plan, each.pop("plan")))
     for each in found.values():
         first = codec.from_json(Plan, each.pop("first_plan"))
-        true = evaluate(first, setting.profile, device, TRAINING, setting.model_desc)
+        # Memory does not depend on links, but each plan needs those of its routes.
+        devices = basis_of(first).device
+        true = evaluate(first, setting.profile, devices, TRAINING, setting.model_desc)
         each["first"] = named(first) if true.peak_bytes <= limit else "beyond the limit"
     makers = {name: partial(prepare, setting, plan, batches) for name, plan in plans.items()}
     finals = {each["final"] for each in found.values()}

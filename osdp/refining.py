@@ -26,7 +26,9 @@ from osdp.comm.groups import device_of
 from osdp.comm.objects import is_first, on_first_rank
 from osdp.errors import InfeasibleError
 from osdp.explain.rebuild import basis_of
+from osdp.explain.scaling import profile_at_batch
 from osdp.hardware.profile import Profile
+from osdp.model.description import ModelDesc
 from osdp.model.training import Training
 from osdp.plan.plan import Plan
 from osdp.plan.sharding import Mode
@@ -35,6 +37,7 @@ from osdp.refine.link_times import LinkKey
 from osdp.refine.measurement import CollectiveTime, ModuleBytes, StepMeasurement, StretchTime
 from osdp.refine.next_plan import LEAST_GAIN, NextPlan, next_plan
 from osdp.refine.refinement import Refinement
+from osdp.refine.segment_profiles import with_measured_memory
 from osdp.refine.stretches import stretches_of
 from osdp.runtime.microbatch import shape_of_sample
 from osdp.runtime.optimizer.check import OptimizerCheck
@@ -50,7 +53,8 @@ logger = logging.getLogger(__name__)
 
 #: Steps of a plan that make what is made once, and those after them that are recorded.
 SETTLING, RECORDED = 2, 4
-#: Times that steps are recorded at most; the last decides nothing but whether to go back.
+#: Times that steps are recorded at most, but for once more where a plan was left again; the last decides
+#: nothing but whether to go back.
 ROUNDS = 4
 #: Steps that a faster plan has to earn its switch in, where nobody says how many there are.
 HORIZON = 1000
@@ -342,7 +346,7 @@ class Refiner:
     def _begin_again(self) -> None:
         """Go on from the plan that somebody has switched to by hand, which is kept as one that was given."""
         self._plan, self._keeps, self._steps_at_start, self._round = self._model.plan, True, self._steps, 0
-        self._again = False
+        self._again, self._left_again = False, None
         self._measured.clear()
         try:
             self._basis, self._known = basis_of(self._plan), frozenset()
@@ -421,6 +425,10 @@ class Refiner:
         self._seconds_before = self._seconds_before or seconds
         self._round += 1
         margin = 1 + max(LEAST_GAIN, measured.spread)
+        if _keeps_more(measured, profile, self._basis.model_desc):
+            # Whether plans fit comes first.
+            self._left_again = None
+            self._measured = self._measured[-1:]
         if self._left_again is not None:
             self._compare_again(*self._left_again, seconds, margin)
             return
@@ -456,7 +464,7 @@ class Refiner:
             self._take(other, seconds)
 
     def _compare_again(self, other: Plan, seconds: float, now: float, margin: float) -> None:
-        """End, under the plan that runs unless ``other`` was no slower than that is now.
+        """End: stay, unless the other plan was no slower than this one is now.
 
         Args:
             other: The plan that was left again.
@@ -550,6 +558,17 @@ class Refiner:
 def _with_hooks(optimizers: Sequence[Optimizer]) -> list[Optimizer]:
     """Those whose steps torch tells hooks of: wrappers such as Accelerate's leave that to the one inside."""
     return [each for each in optimizers if getattr(type(each).step, "hooked", False)]
+
+
+def _keeps_more(measured: StepMeasurement, profile: Profile, model_desc: ModelDesc) -> bool:
+    """Whether opaque modules keep more than was thought."""
+    if not measured.opaque:
+        return False
+    try:
+        thought = profile_at_batch(profile, model_desc, measured.local_batch)
+    except ValueError:  # which ends the refinement where plans are searched
+        return False
+    return with_measured_memory(thought, model_desc, measured.opaque) != thought
 
 
 def _shape_fault(shapes: Collection[tuple[int, ...]], plan: Plan) -> str | None:

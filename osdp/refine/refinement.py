@@ -49,9 +49,9 @@ class Refinement:
             *((format_bytes, *row) for row in self.memory),
         ]
         cells = [
-            (name, told(thought), told(found), f"{found / thought:.2f}")
+            (name, told(thought), told(found), f"{found / thought:.2f}" if thought else "-")
             for told, name, thought, found in rows
-            if thought > 0
+            if found > 0
         ]
         table = align([("", "thought", "measured", "factor"), *cells], right=(1, 2, 3))
         return "\n".join((head, table, *self.changes))

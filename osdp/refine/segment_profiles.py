@@ -76,8 +76,8 @@ def with_measured_times(
 def with_measured_memory(profile: Profile, model_desc: ModelDesc, measured: Sequence[ModuleBytes]) -> Profile:
     """The profile in which opaque modules keep what calls of them left alive, if that is more than thought.
 
-    More than the traced forward ever held is kept from forward to backward, at least by the difference. What
-    backward takes besides is not seen. Modules that run alike keep alike.
+    What is more than the traced forward ever held is more than was thought; all of it is then taken to be
+    kept until backward. What backward takes besides is not seen. Modules that run alike keep alike.
 
     Args:
         profile: The profile, at the batch that was measured.
@@ -85,24 +85,26 @@ def with_measured_memory(profile: Profile, model_desc: ModelDesc, measured: Sequ
         measured: What was alive. Modules that took less than was thought stay as they are: other values may
             take more.
     """
-    more: dict[str, int] = {}
+    held: dict[str, int] = {}
     for each in measured:
         calls = calls_of(model_desc, each.module)
         thought = max((profile.of(segment).forward.peak_bytes for segment in calls), default=0)
         if each.nbytes > thought + max(_LEAST_MORE * thought, _LEAST_BYTES):
             for segment in calls:
-                more[segment.signature] = max(each.nbytes - thought, more.get(segment.signature, 0))
+                held[segment.signature] = max(each.nbytes, held.get(segment.signature, 0))
 
     def grown(segment: SegmentProfile) -> SegmentProfile:
-        extra = more.get(segment.signature, 0)
-        forward, backward = segment.forward, segment.backward
+        if segment.signature not in held:
+            return segment
+        nbytes, forward, backward = held[segment.signature], segment.forward, segment.backward
+        more = max(nbytes - forward.live_bytes, 0)
         return replace(
             segment,
             forward=replace(
-                forward, live_bytes=forward.live_bytes + extra, peak_bytes=forward.peak_bytes + extra
+                forward, live_bytes=forward.live_bytes + more, peak_bytes=max(nbytes, forward.peak_bytes)
             ),
-            backward=replace(backward, live_bytes=backward.live_bytes - extra),
-            saved_bytes=segment.saved_bytes + extra,
+            backward=replace(backward, live_bytes=backward.live_bytes - more),
+            saved_bytes=segment.saved_bytes + more,
         )
 
     return replace(profile, segments=tuple(map(grown, profile.segments)))

@@ -232,7 +232,7 @@ class StepRecorder:
         places = [place for _, place, _ in self._marks]
         parts = [self._names[before + 1 : place + 1] for before, place in pairwise(places)]
         self._add(self._now.forward, parts)
-        self._marks = []
+        self._marks, self._entered = [], []
         self._watch(output, last)
 
     def _arrived(self, forward: int, place: int, _gradient: torch.Tensor) -> None:
@@ -260,7 +260,7 @@ class StepRecorder:
         del self._marks[0]
         if len(self._marks) > 1:
             self._add(self._now.backward, self._begun_parts())
-        self._marks = []
+        self._marks, self._entered = [], []
 
     def _begun_parts(self) -> list[tuple[str, ...]]:
         """The stretches between each mark of a backward and the next one.
@@ -296,7 +296,7 @@ class StepRecorder:
 
     @not_compiled
     def _leave_opaque(self, name: str, _module: nn.Module, _args: Any, _output: Any) -> None:
-        if self._entered and torch.is_grad_enabled():
+        if self._entered and self._marks and torch.is_grad_enabled():
             left = self._allocated() - self._entered.pop()
             if left > 0:
                 self._now.opaque[name] = max(left, self._now.opaque.get(name, 0))

@@ -12,8 +12,9 @@ def wrap_like(local: torch.Tensor, parameter: DTensor) -> DTensor:
 
     ``DTensor.from_local`` is differentiable and costs 15 us per gradient, eight times as much.
     """
-    spec = getattr(parameter, "_spec", None)
-    if spec is None or parameter._local_tensor.stride() != local.stride():
+    spec, own = getattr(parameter, "_spec", None), parameter._local_tensor
+    # The spec has a dtype, which operations check.
+    if spec is None or (own.stride(), own.dtype) != (local.stride(), local.dtype):
         return DTensor.from_local(
             local,
             parameter.device_mesh,

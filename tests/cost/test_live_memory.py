@@ -11,10 +11,11 @@ from tests.helpers.settings import setting_of
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="the counter is built by a C compiler")
-def test_the_prediction_is_what_gloo_ranks_take() -> None:
+@pytest.mark.parametrize("ranks", [Ranks(1, 2), Ranks(2, 2)], ids=str)
+def test_the_prediction_is_what_gloo_ranks_take(ranks: Ranks) -> None:
     """The copies of gathered units, and gradients that live longer than their reduction, are counted."""
     torch.set_num_threads(1)
-    ranks, points = Ranks(1, 2), []
+    points = []
     for case in ("mlp", "mlp-table"):
         setting = setting_of(CASES[case], BASE)
         points += [(Point(case, ranks, plan, BASE), setting) for plan in (ranks.uniform[0], 0.3)]

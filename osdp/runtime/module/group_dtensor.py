@@ -40,6 +40,10 @@ from osdp.torch_private.compiling import not_compiled
 from osdp.torch_private.dtensor import data_pointer, wrap_like
 from osdp.torch_private.optimizers import treat_in_lists
 
+#: What ranks wait for that compute with a plain tensor beside a DTensor.
+_PRODUCT = (
+    "what is computed of a plain tensor and a sharded parameter or gradient, which all ranks have to do"
+)
 #: In the names of functions on lists of tensors, element by element.
 _ON_LISTS = ("_foreach_", "_fused_")
 #: What looks for infinite gradients.
@@ -305,7 +309,8 @@ def _in_one_layout(values: Sequence[Any], *, in_place: bool) -> list[Any]:
     likes = [value for value in values if isinstance(value, DTensor) and not _is_part(value)]
 
     def laid_out(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
+        # DTensor itself takes a single number for one of all ranks.
+        if not isinstance(value, torch.Tensor) or isinstance(value, DTensor) or value.numel() == 1:
             return value
         like = next((each for each in likes if each.shape == value.shape), None)
         if like is not None:
@@ -318,23 +323,25 @@ def _in_one_layout(values: Sequence[Any], *, in_place: bool) -> list[Any]:
 def _alike_on_all_ranks(value: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     """A plain tensor as one that each rank has all of; a collective call.
 
-    What optimizers keep of products of whole gradients is alike on all ranks. Activations are not: every rank
-    would compute its part of the result with its own.
+    What optimizers keep of products of whole gradients is alike on all ranks, to the last bit. Activations
+    are not: every rank would compute its part of the result with its own.
 
     Raises:
         RuntimeError: It is not.
     """
-    control = Control.known(mesh)
-    if control is None and mesh.size() > 1:
-        return value  # nobody can tell whether it is alike
-    held = value.detach().cpu().contiguous().view(torch.uint8) if value.numel() else value
-    digest = hashlib.sha256(held.numpy().tobytes()).hexdigest() if value.numel() else ""
-    if control is not None and not control.agree((tuple(value.shape), digest), "a plain tensor of all ranks"):
-        raise RuntimeError(
-            f"a tensor of shape {tuple(value.shape)}, which differs among the ranks, was to be computed with "
-            "a sharded parameter or gradient: each rank would make its part of the result of its own values. "
-            "Take the whole, parameter.full_tensor(), on all ranks"
-        )
+    control = Control.among(mesh)
+    if mesh.size() > 1:
+        if control is None:
+            return value  # nobody can tell whether it is alike
+        held = value.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
+        # Seven bytes are the most that surely fit into a signed number of eight.
+        digest = hashlib.sha256(repr((value.shape, value.dtype)).encode() + held).digest()[:7]
+        if len(set(control.meet(_PRODUCT, int.from_bytes(digest, "big")))) > 1:
+            raise RuntimeError(
+                f"a tensor of shape {tuple(value.shape)}, which differs among the ranks, was to be computed "
+                "with a sharded parameter or gradient: each rank would make its part of the result of its "
+                "own values. Take the whole, parameter.full_tensor(), on all ranks"
+            )
     whole: torch.Tensor = DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim, run_check=False)
     return whole
 

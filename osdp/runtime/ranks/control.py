@@ -63,7 +63,10 @@ class Control:
         rank: This rank in the group.
         size: Number of ranks.
         group: The group.
+        ranks: Its ranks in the default group, in order.
     """
+
+    ranks: list[int]
 
     def __init__(self, group: dist.ProcessGroup, *, blocks: bool) -> None:
         self.group = group
@@ -93,16 +96,19 @@ class Control:
             own: dist.ProcessGroup = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
             # Not by the group's name, which is "undefined" if nobody chose one, or has one for each device.
             made = _MADE[group] = cls(own, blocks=backend_of(group, device_of(mesh)) == "gloo")
+            made.ranks = sorted(ranks)
         return made
 
     @classmethod
     def known(cls, mesh: DeviceMesh) -> "Control | None":
         """The control of the ranks of ``mesh``, if it was created."""
-        if mesh.ndim == 1:
-            return _MADE.get(mesh.get_group())
+        return _MADE.get(mesh.get_group()) if mesh.ndim == 1 else None
+
+    @classmethod
+    def among(cls, mesh: DeviceMesh) -> "Control | None":
+        """The last control that was created for these ranks, whatever their mesh was."""
         ranks = sorted(mesh.mesh.flatten().tolist())
-        made = (each for group, each in _MADE.items() if sorted(dist.get_process_group_ranks(group)) == ranks)
-        return next(made, None)
+        return next((made for made in reversed(list(_MADE.values())) if made.ranks == ranks), None)
 
     # Models
 

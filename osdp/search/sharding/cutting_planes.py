@@ -72,7 +72,7 @@ _MARGINS = 6
 #: Relative gap between a mixture of chains that fit and its bound below which no further chains are priced.
 _MIXED_ENOUGH = 1e-3
 #: Seconds in which the chains that fit are known roughly only.
-_LITTLE_TIME = 3.0
+LITTLE_TIME = 3.0
 #: Part of the time that is left which initial plans, and local improvements of each choice of root, may take.
 _TIME_PARTS = 4
 #: Relative gap below which a first look is not widened; a tenth of HiGHS's own tolerance.
@@ -255,7 +255,7 @@ class CuttingPlaneSearch:
         """
         if self.is_proven(upper) or deadline.is_over or not self._space.num_items or np.isinf(self._limit):
             return None
-        few = deadline.is_set and deadline.left < _LITTLE_TIME
+        few = deadline.left < LITTLE_TIME
         num_steps = FEW_STEPS if few else STEPS
         chains = self.chains
         if chains is None or chains.num_steps < num_steps:
@@ -304,8 +304,8 @@ class CuttingPlaneSearch:
             near = self._nearly_fitting(chains, rows.rows[:, times] @ priced[times], upper, deadline)
             if near is not None:
                 best, upper = near, near[0].seconds
-            stays = self.bound - before[0] <= _MIXED_ENOUGH * upper and upper == before[1]
-            if self.num_rows == known or (stays and deadline.is_set):
+            stays = upper == before[1] and self.bound - before[0] <= _MIXED_ENOUGH * self.bound
+            if self.num_rows == known or (stays and few and np.isfinite(upper)):
                 break
         return best
 

@@ -35,6 +35,7 @@ from osdp.plan.sharding import Mode
 from osdp.search.sharding.chain.solver import solve_chain
 from osdp.search.sharding.cutting_planes import (
     CLOSE_ENOUGH,
+    LITTLE_TIME,
     CostedCandidates,
     CuttingPlaneSearch,
     MasterSolver,
@@ -101,7 +102,7 @@ def solve_bounded(
         undecided |= found is None and not search.impossible
         best, best_of = _better(best, best_of, search, choice, found, deadline)
         upper = upper if best is None else best.outcome.seconds
-        if np.isfinite(upper) and not (deadline.is_set and search.chains is not None):
+        if np.isfinite(upper) and (search.chains is None or deadline.left > LITTLE_TIME):
             # Where the rows prove too little: once more, by the chains whose units can fit.
             found = search.tightened(upper, deadline)
             best, best_of = _better(best, best_of, search, choice, found, deadline)
@@ -129,7 +130,8 @@ def solve_bounded(
             break
         search, choice = min(unproven, key=lambda each: each[0].bound)
         found = search.go_on(upper, deadline.share(len(unproven)))
-        best, best_of = _better(best, best_of, search, choice, found, deadline)
+        found = found and search.improved(*found, deadline)
+        best, _ = _better(best, best_of, search, choice, found, deadline)
         upper = upper if best is None else best.outcome.seconds
     bound = min((search.bound for search, _ in searches), default=np.inf)
     if best is None:

@@ -200,6 +200,9 @@ def beside_plain_matrices() -> None:
             torch.testing.assert_close(whole(matrix.mm(tensor.grad)), matrix @ tensor.grad.full_tensor())
             with pytest.raises(RuntimeError, match="differs among the ranks"):
                 own @ tensor
+            # A single number is taken as it is, also where another operand is laid out.
+            mask, zero = torch.ones(7, 3, dtype=torch.bool), torch.tensor(0.0, dtype=torch.float64)
+            torch.testing.assert_close(whole(torch.where(mask, tensor, zero)), tensor.full_tensor())
 
 
 def test_plain_matrices_are_whole_where_all_ranks_have_the_same() -> None:
