@@ -1,4 +1,4 @@
-"""Claim: the best plan is found in less than a second, and HiGHS finds hardly a better one.
+"""Claim: a plan is found in seconds, and HiGHS finds hardly a better one.
 
 Shapes up to GPT-3-175B (96 layers) with eight batch sizes, and the case the original OSDP reports (48
 layers, hidden 1024, 8 GiB on 8 devices, batches 1-3), which took it 39.8 s on this kind of machine; each with

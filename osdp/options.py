@@ -80,8 +80,8 @@ class PlanOptions(TypedDict, total=False):
             and inside them one after the other; the search decides if ``None``.
         search_seconds: Time limit of the search: it goes on until its plan is proven best or these seconds
             are over, and the notes say what is left unproven. Rank 0 searches and the others wait, which they
-            do no longer than the process group's time-out. By default a bounded number of rounds, of about a
-            second for a model of hundreds of operators.
+            do no longer than the process group's time-out. By default a bounded number of rounds, of a second
+            to a few for a model of hundreds of operators.
         auto_wrap_policy: A policy of torch or fairscale; what it would wrap is decided as one.
         param_dtype: Dtype parameters are computed in; overrides the training's, as ``reduce_dtype`` does.
         reduce_dtype: Dtype gradients are reduced in.

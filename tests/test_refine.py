@@ -17,12 +17,13 @@ from torch import nn
 from osdp import OSDP, DeviceInfo, ModelDesc, Plan, Training, make_plan, refining
 from osdp.allocator import allocated_bytes
 from osdp.plan.search_options import SearchOptions
+from osdp.plan.sharding import Mode
 from osdp.profiler.roofline import estimate
 from osdp.refine.next_plan import NextPlan
 from osdp.refine.refinement import Refinement
 from osdp.refining import RECORDED, SETTLING, check_refine, runs_as
 from osdp.runtime import step_recorder
-from osdp.runtime.ranks.participants import GATHER
+from osdp.runtime.ranks.participants import GATHER, REDUCE
 from osdp.runtime.step_recorder import StepRecorder
 from osdp.tracing.sample_batch import BatchMix
 from tests.helpers.devices import known_device
@@ -805,6 +806,25 @@ def marks_two_forwards_of_one_backward() -> tuple[list[Any], list[Any]]:
     gathers = {len(found) for (_, code), found in step.collectives.items() if code == GATHER}
     assert gathers == {3}
     return list(step.forward), list(step.backward)
+
+
+def times_collectives_beside_buckets(sharded: str) -> dict[int, int]:
+    """Of a model that is replicated but for the block ``sharded``, how often each code was timed."""
+    modes = {str(block): Mode.FULL_SHARD if str(block) == sharded else Mode.NO_SHARD for block in range(4)}
+    model = OSDP(net(), plan=plan_by_hand(net(), modes, dist.get_world_size()))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    recorder = StepRecorder(model._applied.sharded, ["0", "1", "2"], [optimizer])
+    step_on(model, optimizer, 0, PLANNED)
+    (step,) = recorder.steps
+    return {code: len(found) for (_, code), found in step.collectives.items()}
+
+
+def test_collectives_that_wait_behind_buckets_are_not_timed() -> None:
+    """A reduction of 0.2 MiB took 18 times as long as it was thought to, behind buckets of 100 MiB."""
+    for last in run(2, times_collectives_beside_buckets, "3"):
+        assert last == {GATHER: 2, REDUCE: 1}
+    for first in run(2, times_collectives_beside_buckets, "0"):
+        assert first == {GATHER: 1}
 
 
 def test_two_forwards_of_one_backward_are_marked_apart() -> None:

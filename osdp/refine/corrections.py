@@ -5,7 +5,7 @@ Each figure is corrected by what shows it alone:
 =====================  =====================================================================================
 another batch          profile and memory grow as the traced work does
 compute                by stretch of the trace, forward and backward apart
-links                  by the collectives of sharded units, each of which is timed
+links                  by the collectives of sharded units, each of which is timed where it runs alone
 all-reduces            run beside backward: they are as slow as makes the whole backward take what it took
 optimizer              by its step
 memory                 of opaque modules, where more was alive than when they were traced; never less

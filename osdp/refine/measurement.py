@@ -64,7 +64,7 @@ class StepMeasurement(Savable):
         forward: Compute of forwards, as :func:`osdp.refine.stretches.stretches_of` cuts the trace; stretches
             that were not timed may be missing.
         backward: The same of backwards.
-        collectives: Collectives of sharded units.
+        collectives: Collectives of sharded units that ran alone.
         backward_seconds: All backwards of a step, from the gradient of the model's output to the last
             reduction.
         optimizer_seconds: The optimizer's step, without gathering what it has updated.

@@ -55,7 +55,8 @@ class RecordedStep:
         reductions: Backwards that reduced gradients.
         forward: Compute by the modules that end the stretches it is of; ``""`` ends the model.
         backward: The same in backward.
-        collectives: Of each unit, by its first operator, bytes and seconds of gathers and of reductions.
+        collectives: Of each unit, by its first operator, bytes and seconds of gathers and of reductions, but
+            for those that ran beside reductions of replicated gradients.
         forward_seconds: All forwards.
         backward_seconds: All backwards.
         optimizer_seconds: Steps of the optimizers.
@@ -176,6 +177,10 @@ class StepRecorder:
             return  # of an evaluation
         now = self.begin()
         self._spans.append((begin, now))
+        if self._running.is_reducing:
+            # Behind buckets it takes as long as those: that is nothing of its own.
+            self._copied = None
+            return
         found = self._now.collectives.setdefault((unit, code), [])
         found.append((nbytes, now.wall - begin.wall))
         self._copied = (found, begin) if code == GATHER and not in_backward() else None

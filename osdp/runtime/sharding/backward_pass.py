@@ -145,6 +145,11 @@ class BackwardPass:
         return bool(self._used)
 
     @property
+    def is_reducing(self) -> bool:
+        """Whether gradients of replicated parameters may be on their way to other ranks."""
+        return any(bucket.started for bucket in self._reducer.buckets)
+
+    @property
     def kept(self) -> set[int]:
         """Identities of the stored parameters whose gradients are kept."""
         return {id(p.stored) for p in self._parameters if p.name in self._used} if self._used else set()

@@ -298,6 +298,11 @@ class ShardedModel:
         return self._backward.trainable_at_first
 
     @property
+    def is_reducing(self) -> bool:
+        """Whether gradients of replicated parameters may be on their way to other ranks."""
+        return self._backward.is_reducing
+
+    @property
     def trains_others(self) -> bool:
         """Whether other parameters are trainable at present than when the model was wrapped."""
         return set(self.parameters.trainable) != self.trainable_at_first
