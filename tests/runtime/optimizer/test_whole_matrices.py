@@ -73,15 +73,20 @@ def train(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], first: 
 
 def single_process(steps: int = STEPS, **options: Any) -> dict[str, torch.Tensor]:
     """Weights and momenta after the batches of all ranks."""
-    model, ranks = made(), range(dist.get_world_size())
+    model = made()
     optimizers = optimizers_of(model, **options)
+    train_alone(model, optimizers, steps)
+    return state_of(model, optimizers[0])
+
+
+def train_alone(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], steps: int = STEPS) -> None:
+    """Some steps of a plain model on the batches of all ranks."""
     for step in range(steps):
-        batches = [tokens(10 * step + rank, 3, 6) for rank in ranks]
+        batches = [tokens(10 * step + rank, 3, 6) for rank in range(dist.get_world_size())]
         model.zero_grad()
         (sum(loss_of(model(batch), batch) for batch in batches) / len(batches)).backward()
         for optimizer in optimizers:
             optimizer.step()
-    return state_of(model, optimizers[0])
 
 
 def state_of(model: nn.Module, muon: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
@@ -209,14 +214,8 @@ def shampoo_and_adam(model: nn.Module) -> list[torch.optim.Optimizer]:
 
 
 def trains_with_shampoo() -> None:
-    reference, ranks = made(), range(dist.get_world_size())
-    optimizers = shampoo_and_adam(reference)
-    for step in range(STEPS):
-        batches = [tokens(10 * step + rank, 3, 6) for rank in ranks]
-        reference.zero_grad()
-        (sum(loss_of(reference(batch), batch) for batch in batches) / len(batches)).backward()
-        for optimizer in optimizers:
-            optimizer.step()
+    reference = made()
+    train_alone(reference, shampoo_and_adam(reference))
     want = dict(reference.named_parameters())
     for name, plan in plans(made()).items():
         model = OSDP(made(), plan=plan)
