@@ -256,9 +256,9 @@ class CuttingPlaneSearch:
         if self.is_proven(upper) or deadline.is_over or not self._space.num_items or np.isinf(self._limit):
             return None
         few = deadline.left < LITTLE_TIME
-        num_steps = FEW_STEPS if few else STEPS
         chains = self.chains
-        if chains is None or chains.num_steps < num_steps:
+        if chains is None:
+            num_steps = FEW_STEPS if few else STEPS
             chains = FittingChains.of(self._costed.needs, self._root, self._limit, num_steps)
         if not chains.any_fits:
             self.bound = upper

@@ -19,7 +19,7 @@ carries the bound that was proven, see :attr:`ShardingSolution.gap`. With a dead
 the bound is lowest, wider each time.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -122,22 +122,34 @@ def solve_bounded(
     proven = best is None or best.outcome.seconds * (1 - CLOSE_ENOUGH) <= bound
     if best is not None and options.keep and options.slices and not proven and not deadline.is_over:
         best = _without_kept_slices(problem, limit, options, solver, best, deadline)
-    # 3. While there is time, that choice whose bound is the lowest, which holds up the proof.
-    upper = upper if best is None else best.outcome.seconds
-    while deadline.is_set and np.isfinite(upper) and not deadline.is_over:
-        unproven = [each for each in searches if not (each[0].ended or each[0].is_proven(upper))]
-        if not unproven:
-            break
-        search, choice = min(unproven, key=lambda each: each[0].bound)
-        found = search.go_on(upper, deadline.share(len(unproven)))
-        found = found and search.improved(*found, deadline)
-        best, _ = _better(best, best_of, search, choice, found, deadline)
-        upper = upper if best is None else best.outcome.seconds
+    # 3. While there is time, further rounds.
+    if deadline.is_set:
+        best = _gone_on(searches, best, upper, deadline)
     bound = min((search.bound for search, _ in searches), default=np.inf)
     if best is None:
         return None, bound
     bound = min(bound, best.outcome.seconds)
     return replace(best, bound=bound), bound
+
+
+def _gone_on(
+    searches: Sequence[tuple[CuttingPlaneSearch, RootChoice]],
+    best: ShardingSolution | None,
+    upper: float,
+    deadline: Deadline,
+) -> ShardingSolution | None:
+    """``best`` or a better one, by rounds of the choice whose bound is lowest: it holds up the proof."""
+    upper = upper if best is None else best.outcome.seconds
+    while np.isfinite(upper) and not deadline.is_over:
+        unproven = [each for each in searches if not (each[0].ended or each[0].is_proven(upper))]
+        if not unproven:
+            break
+        search, choice = min(unproven, key=lambda each: each[0].bound)
+        found = search.go_on(upper, deadline.share(len(unproven)))
+        if found is not None:
+            outcome, units = search.improved(*found, deadline)
+            best, upper = choice.solution(units, outcome, search.num_rows, search.bound), outcome.seconds
+    return best
 
 
 def _better(
