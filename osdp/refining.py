@@ -447,6 +447,7 @@ class Refiner:
                     steps_left=self._left,
                     known_links=self._known,
                     most=self._most,
+                    tries=self._switches == 0 and not self._keeps,
                 )
             except InfeasibleError as error:
                 return f"under what was measured no plan fits: {error}"

@@ -17,7 +17,7 @@ from osdp.plan.sharding import Mode
 from osdp.refine.corrections import corrected, problem_of
 from osdp.refine.link_times import fitted_link, with_measured_links
 from osdp.refine.measurement import CollectiveTime, ModuleBytes, StepMeasurement, StretchTime
-from osdp.refine.next_plan import LEAST_GAIN, next_plan, switch_seconds, worth_it
+from osdp.refine.next_plan import LEAST_GAIN, TRIED_GAIN, next_plan, switch_seconds, worth_it
 from osdp.refine.refinement import Refinement
 from osdp.refine.stretches import end_of_model, stretches_of
 from osdp.refining import combined, step_seconds
@@ -266,12 +266,12 @@ def test_a_plan_for_small_batches_fits_the_large_ones_too(planned: Callable[...,
 
 
 def test_a_switch_has_to_earn_its_price() -> None:
-    faster = {"fits": True, "spread": 0.0}
+    faster = {"fits": True, "least": LEAST_GAIN}
     assert worth_it(1.0, 0.9, steps_left=21, price=2.0, **faster)[0]  # type: ignore[arg-type]
     takes, reason = worth_it(1.0, 0.9, steps_left=19, price=2.0, **faster)  # type: ignore[arg-type]
     assert not takes and "19 steps would save 1.9 s, and a switch takes 2 s" in reason
-    for spread, then in ((0.0, 1 - 0.9 * LEAST_GAIN), (0.15, 0.9), (0.0, 1.2)):
-        takes, reason = worth_it(1.0, then, fits=True, spread=spread, steps_left=10**9, price=0.0)
+    for least, then in ((LEAST_GAIN, 1 - 0.9 * LEAST_GAIN), (0.15, 0.9), (TRIED_GAIN, 1.2)):
+        takes, reason = worth_it(1.0, then, fits=True, least=least, steps_left=10**9, price=0.0)
         assert not takes and "cannot be told apart" in reason
 
 
@@ -285,8 +285,11 @@ def test_a_gain_that_steps_hide_is_in_doubt(planned: Callable[..., Plan]) -> Non
     spread = 1.1 * (1 - sure.then / sure.now)
     hidden = next_plan(plan, basis, replace(measured, spread=spread), steps_left=10**6)
     assert hidden.in_doubt and not hidden.takes
-    already = next_plan(sure.plan, sure.basis, measured_under(sure.plan, sure.basis), steps_left=10**6)
-    assert not already.in_doubt
+    tried = next_plan(plan, basis, replace(measured, spread=spread), steps_left=10**6, tries=True)
+    assert tried.takes, "its own steps decide"
+    under = measured_under(sure.plan, sure.basis)
+    already = next_plan(sure.plan, sure.basis, under, steps_left=10**6, tries=True)
+    assert not already.in_doubt and not already.takes
 
 
 def test_more_samples_are_no_slower_compute(planned: Callable[..., Plan]) -> None:
