@@ -103,12 +103,15 @@ def _changes(
             seen.add(key)
             for _, units, outcome in explainer.alternatives(index):
                 yield replace(found, units=units, outcome=outcome)
-    if options.allowed == tuple(Mode):
-        yield from _root_changes(problem, found)
+    if len(options.allowed) > 1:
+        yield from _root_changes(problem, found, options.allowed)
 
 
-def _root_changes(problem: ShardingProblem, found: ShardingSolution) -> Iterator[ShardingSolution]:
+def _root_changes(
+    problem: ShardingProblem, found: ShardingSolution, modes: Sequence[Mode]
+) -> Iterator[ShardingSolution]:
     """Each operator outside the chain in the root unit, or replicated, instead of where it is."""
+    allowed = (any(mode.sharded for mode in modes), Mode.NO_SHARD in modes, Mode.SHARD_OPTIMIZER in modes)
     outside = (found.root_sharded, found.root_replicated, found.root_stepped)
     dtype = root_dtype([operator for operators in outside for operator in operators])
     for operator in (operator for operators in outside for operator in operators):
@@ -119,7 +122,7 @@ def _root_changes(problem: ShardingProblem, found: ShardingSolution) -> Iterator
         fits = (can and trained <= {dtype}, True, can and bool(trained))
         rest = [tuple(other for other in operators if other != operator) for operators in outside]
         for place, operators in enumerate(outside):
-            if operator not in operators and fits[place]:
+            if operator not in operators and allowed[place] and fits[place]:
                 changed = list(rest)
                 changed[place] = (*rest[place], operator)
                 yield _with_root(problem, found, *changed)

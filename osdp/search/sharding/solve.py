@@ -91,21 +91,21 @@ def solve_bounded(
         if decided is not None and np.isfinite(upper):
             # What decides one choice often shows at once that another is no faster.
             search.bound_by(decided, upper)
-            if deadline.is_set and decided.chains is not None:
+            if decided.chains is not None:
                 # Where chains were needed once, rows alone prove little.
                 found = search.tightened(upper, deadline, decided.prices)
-                best, best_of = _better(best, best_of, search, choice, found, deadline)
+                best, best_of = _better(best, best_of, search, choice, found)
                 upper = upper if best is None else best.outcome.seconds
             if search.bound >= upper:
                 continue
         found = search.fastest(upper, deadline)
         undecided |= found is None and not search.impossible
-        best, best_of = _better(best, best_of, search, choice, found, deadline)
+        best, best_of = _better(best, best_of, search, choice, found)
         upper = upper if best is None else best.outcome.seconds
         if np.isfinite(upper) and (search.chains is None or deadline.left > LITTLE_TIME):
             # Where the rows prove too little: once more, by the chains whose units can fit.
             found = search.tightened(upper, deadline)
-            best, best_of = _better(best, best_of, search, choice, found, deadline)
+            best, best_of = _better(best, best_of, search, choice, found)
             upper = upper if best is None else best.outcome.seconds
         if search.prices and (search.chains is not None or decided is None or decided.chains is None):
             decided = search
@@ -113,7 +113,7 @@ def solve_bounded(
         # A search of bounded width may miss feasible plans: the lowest peak that can be found decides.
         lowest = min_peak_solution(problem, options=options, enough=limit, solver=solver)
         best = lowest if lowest.outcome.peak <= limit else None
-    if best is not None and best_of is not None and deadline.is_set:
+    if best is not None and best_of is not None:
         # Proofs that other choices are slower came first.
         outcome, units = best_of.improved(best.outcome, best.units, deadline)
         best = replace(best, outcome=outcome, units=units)
@@ -158,15 +158,11 @@ def _better(
     search: CuttingPlaneSearch,
     choice: RootChoice,
     found: tuple[StepEstimate, tuple[UnitSpan, ...]] | None,
-    deadline: Deadline,
 ) -> tuple[ShardingSolution | None, CuttingPlaneSearch | None]:
-    """``found``, which is better than ``best``, and the search that found it; or these two.
-
-    Without a deadline it is improved at once.
-    """
+    """``found``, which is better than ``best``, and the search that found it; or these two."""
     if found is None:
         return best, best_of
-    outcome, units = found if deadline.is_set else search.improved(*found)
+    outcome, units = found
     return choice.solution(units, outcome, search.num_rows, search.bound), search
 
 
