@@ -6,6 +6,10 @@ those whose true bytes fit are ranked by samples a second, and the best of them 
 One half of the rounds chooses the best, the other compares it. OSDP chooses among the same batches and
 microbatches; in the case with a slow link its model computes the loss in slices of the vocabulary.
 
+The last two are the cases that the OSDP project publishes (:mod:`benchmarks.published_cases`), in small and
+measured; FSDP2 with a unit for each linear module, which they compare with, takes part there, with whole
+batches.
+
     python -m benchmarks.batch_size [--quick] [--json FILE]
 """
 
@@ -23,13 +27,13 @@ from benchmarks.contest import FINALISTS, LOSS_TOLERANCE, measure_step
 from benchmarks.support import harness
 from benchmarks.support.baselines import TrainStep, rank_batches, reference_losses
 from benchmarks.support.candidates import Setting, live_mesh, make_setting_together
-from benchmarks.support.contest.rivals import PER_BLOCK, Batches, Rival, prepare_osdp, rivals
+from benchmarks.support.contest.rivals import BY_OPERATOR, PER_BLOCK, Batches, Rival, prepare_osdp, rivals
 from benchmarks.support.harness import Options, Result, Row
 from benchmarks.support.launch import WorkerError
 from benchmarks.support.live_bytes import LiveBytes, NoCompilerError, preload
 from benchmarks.support.models import CASES
 from benchmarks.support.testbed import NetworkUnavailableError, launch_over
-from benchmarks.support.timing import over_best_rival
+from benchmarks.support.timing import over_best_rival, paired_ratio
 from benchmarks.support.turns import take_turns
 from osdp import OSDP, DeviceInfo, InfeasibleError, Plan, Training, codec
 from osdp.text import format_bytes
@@ -52,12 +56,14 @@ class Claim:
         ours: The same model as OSDP trains it; it may have a head that computes its loss.
         bits_per_second: Rate of the link, or ``None`` for loopback.
         between: A limit is halfway between FSDP2's peaks at the two batches of each pair.
+        by_operator: Whether FSDP2 by operator is a rival.
     """
 
     case: str
     ours: str
     bits_per_second: int | None = None
     between: tuple[tuple[int, int], ...] = ((1, 2), (4, 8))
+    by_operator: bool = False
 
     @property
     def name(self) -> str:
@@ -70,6 +76,8 @@ CLAIMS = (
     Claim("llama-32k", "llama-32k sliced head", 10**9, ((1, 2),)),
     Claim("gpt2-deep", "gpt2-deep"),
     Claim("transformer", "transformer"),
+    Claim("gpt2-published", "gpt2-published", between=((8, 16),), by_operator=True),
+    Claim("opt-published", "opt-published", between=((1, 2),), by_operator=True),
 )
 QUICK = Claim("mlp-table", "mlp-table", between=((4, 8),))
 
@@ -103,9 +111,11 @@ class FreeBatch:
         case: The model as rivals train it.
         ours: The model as OSDP trains it.
         between: Batches of which each pair gives a limit.
+        by_operator: Whether FSDP2 by operator is a rival.
     """
 
-    def __init__(self, case: str, ours: str, between: list[list[int]]) -> None:
+    def __init__(self, case: str, ours: str, between: list[list[int]], by_operator: bool) -> None:
+        self.by_operator = by_operator
         self.case, self.ours = CASES[case], CASES[ours]
         self.mesh = live_mesh()
         self.live = LiveBytes()
@@ -140,6 +150,7 @@ class FreeBatch:
         everyone = [
             rival for rival in rivals(dist.get_world_size(), MICROBATCHES) if rival.bucket in (0, BUCKET)
         ]
+        everyone += [Rival(BY_OPERATOR)] if self.by_operator else []
         for batch in BATCHES:
             fits: set[Rival] = set()
             for rival in everyone:
@@ -172,11 +183,18 @@ def _samples(plan: Plan) -> int:
 
 
 def compete(
-    rank: int, world_size: int, *, case: str, ours: str, between: list[list[int]], rounds: int
+    rank: int,
+    world_size: int,
+    *,
+    case: str,
+    ours: str,
+    between: list[list[int]],
+    by_operator: bool,
+    rounds: int,
 ) -> list[Row]:
     """Worker: everything that the rows of one launch need."""
     del rank
-    free = FreeBatch(case, ours, between)
+    free = FreeBatch(case, ours, between, by_operator)
     tried = list(free.screen())
     rows: list[Row] = []
     for limit, plans in zip(free.limits, free.plans(), strict=True):
@@ -192,7 +210,9 @@ def compete(
             continue
         largest, best = plans[max(plans)], max(plans.values(), key=lambda pair: pair[1].samples_per_second)
         peaks = [free.measure(partial(free.step_of_plan, *pair)) for pair in (largest, best)]
-        chosen = {one.name: one for one in fitting[:FINALISTS]}
+        by_operator_fitting = [one for one in fitting if one.rival.kind == BY_OPERATOR]
+        row["by_operator"] = by_operator_fitting[0].name if by_operator_fitting else None
+        chosen = {one.name: one for one in (*fitting[:FINALISTS], *by_operator_fitting[:1])}
         steps = {name: free.step_of(one.rival, one.batch) for name, one in chosen.items()}
         turns = take_turns(steps | {"osdp": free.step_of_plan(*best)}, rounds=rounds, warmup=1)
         samples = {name: one.batch for name, one in chosen.items()} | {"osdp": _samples(best[1])}
@@ -210,7 +230,8 @@ def compete(
 def rows_of(claim: Claim, rounds: int) -> list[Row]:
     """The rows of one case; with a reason where they cannot be measured."""
     arguments: dict[str, Any] = {
-        "case": claim.case, "ours": claim.ours, "between": list(map(list, claim.between)), "rounds": rounds
+        "case": claim.case, "ours": claim.ours, "between": list(map(list, claim.between)),
+        "by_operator": claim.by_operator, "rounds": rounds,
     }  # fmt: skip
     try:
         rows: list[Row] = launch_over(
@@ -261,6 +282,8 @@ def _outcome(claim: Claim, row: Row) -> Row:
         wrong.append(f"loss {row['loss']:.6f} differs from the single process's {expected:.6f}")
     if row["peak"] > row["limit"]:
         wrong.append(f"a plan takes {format_bytes(row['peak'])}, the limit is {format_bytes(row['limit'])}")
+    if row["by_operator"]:
+        found["over_by_operator"] = paired_ratio(by_sample[row["by_operator"]], by_sample["osdp"]).median
     return found | ({"error": "; ".join(wrong)} if wrong else {})
 
 
@@ -286,7 +309,8 @@ def main(arguments: list[str] | None = None) -> int:
     result = measure(harness.parse_options("batch_size", __doc__, arguments))
     keys = (
         "name", "osdp_largest", "rivals_largest", "best_batch", "microbatches", "recomputed", "slices",
-        "osdp_rate", "best_rival", "rival_rate", "throughput_ratio", "throughput_interval", "error",
+        "osdp_rate", "best_rival", "rival_rate", "throughput_ratio", "throughput_interval",
+        "over_by_operator", "error",
     )  # fmt: skip
     harness.table(
         "most samples a second at a limit, with any batch",

@@ -205,7 +205,7 @@ def compete(
         except InfeasibleError as error:
             row["infeasible"] = str(error)
             continue
-        row["program"] = next((known for known in plans if _is_same(plans[known][1], plan)), name)
+        row["program"] = next((known for known in plans if is_same_program(plans[known][1], plan)), name)
         plans.setdefault(row["program"], (setting, plan))
         replicated = setting.plan(contest.device, strategy="NO_SHARD")
         greedy = greedy_prediction(
@@ -273,7 +273,7 @@ def _contenders(row: Mapping[str, Any], seconds: Mapping[str, list[float]]) -> d
     return {rival: found for rival, found in times.items() if len(found) >= least}
 
 
-def _is_same(plan: Plan, other: Plan) -> bool:
+def is_same_program(plan: Plan, other: Plan) -> bool:
     """Whether two plans, of two limits, are one program: its seconds are those of both."""
 
     def run(plan: Plan) -> tuple[object, ...]:

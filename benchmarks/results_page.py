@@ -177,6 +177,7 @@ def free_batch_table(rows: Sequence[dict[str, Any]]) -> str:
                 row["best_rival"],
                 f"{row['rival_rate']:.2f}",
                 f"{row['throughput_ratio']:.2f} [{low:.2f}, {high:.2f}]",
+                f"{row['over_by_operator']:.2f}" if "over_by_operator" in row else "-",
             )
         )
     heads = (
@@ -186,8 +187,42 @@ def free_batch_table(rows: Sequence[dict[str, Any]]) -> str:
         "best rival",
         "samples/s",
         "ratio, 95 %",
+        "over FSDP2 by operator",
     )
     return _table(heads, lines)
+
+
+def choices_table(rows: Sequence[dict[str, Any]]) -> str:
+    """By kind: at how many places it is used, and what leaving it out costs where that fits the limit."""
+    lines = []
+    for kind in dict.fromkeys(row["kind"] for row in rows if "place" in row):
+        inside = [row for row in rows if row.get("kind") == kind]
+        used = [row for row in inside if row.get("used", True)]
+        fitting = [row for row in used if row.get("fits")]
+        ratios = [row["without_over_all"] for row in fitting]
+        best = max(fitting, key=lambda row: row["without_over_all"], default=None)
+        lines.append(
+            (
+                kind,
+                len(used) if "used" in inside[0] else "-",
+                len(used) - len(fitting),
+                sum(row["wins"] for row in fitting),
+                sum(row["loses"] for row in fitting),
+                f"{best['without_over_all']:.2f} ({best['place']})" if best else "-",
+                f"{min(ratios):.2f}" if ratios else "-",
+            )
+        )
+    heads = ("left out", "used", "does not fit without", "wins", "loses", "most it wins", "least")
+    return _table(heads, lines)
+
+
+def _gathers(row: dict[str, Any]) -> str:
+    """What FSDP2 would gain by asynchronous gathers."""
+    low, high = row["interval"]
+    return (
+        f" {row['name']}: {row['without_over_all']:.2f} [{low:.2f}, {high:.2f}] times as fast as with "
+        "gathers that block."
+    )
 
 
 def _figures(rows: Sequence[dict[str, Any]]) -> tuple[float, float, float]:
@@ -256,9 +291,24 @@ def sections() -> Iterator[Section]:
             "Any batch at a memory limit",
             "OSDP and each rival at the batch, recomputation and microbatches with which it trains the most "
             "samples a second under the limit. On the slow link OSDP's model computes its loss in slices of "
-            "the vocabulary.",
+            "the vocabulary."
+            + (
+                " The published models are those below in small: a sixteenth as wide, on two ranks."
+                if any("over_by_operator" in row for row in rows)
+                else ""
+            ),
             "batch_size",
             table=free_batch_table(rows),
+        )
+    if (found := results_of("choices")) and (rows := [row for row in found["rows"] if "same_program" in row]):
+        yield Section(
+            "What each kind of choice wins",
+            "The plan found among all choices and those without one kind of them, in turns at "
+            f"{len({row['place'] for row in rows if 'place' in row})} places: models on networks at limits. "
+            "A kind wins or loses where the whole interval of the ratio lies beyond 1 %. The last line is a "
+            "rival instead." + "".join(map(_gathers, (row for row in rows if "place" not in row))),
+            "choices",
+            table=choices_table(rows),
         )
     if found := results_of("memory_accuracy"):
         rows = [row | {"kind": row.get("backend", "")} for row in found["rows"] if "measured" in row]

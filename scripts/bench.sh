@@ -8,7 +8,7 @@ cd "$ROOT"
 
 CLAIMS=(memory_accuracy overhead throughput operator_split batch_size published_cases group_sharding search_time time_accuracy
     pipeline_parity habits pipeline_schedules pipeline_balance slice_search token_pipeline token_pipeline_paper
-    planner_time planner_heterogeneous published_layouts noisy_start refine opaque trainers checkpoint first_minute what_if)
+    planner_time planner_heterogeneous published_layouts choices noisy_start refine opaque trainers checkpoint first_minute what_if)
 [ -z "${STEPS_CSV:-}" ] || CLAIMS+=(planner_accuracy)
 DEVICE="${DEVICE:-cpu}"
 

@@ -1,5 +1,6 @@
 """What is compared: OSDP and the baselines on the same model, weights, data and optimizer, made alike."""
 
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -9,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor.debug import CommDebugMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.support.baselines import (
     TrainStep,
@@ -178,13 +179,34 @@ class Candidate:
         return peaks_of_steps(lambda: self.build_step(mesh), warmup=WARMUP)
 
     def collectives(self, world_size: int) -> dict[str, int]:
-        """Collectives of one step, by name; those of DDP are started in C++ and not seen."""
+        """Collectives and messages of one step, by name; those of DDP are started in C++ and not seen."""
         with fake_group(world_size):
             step = self.build_step(init_device_mesh("cpu", (world_size,)))
             step()
-            with CommDebugMode() as counter:
+            with CommunicationCounter() as counter:
                 step()
-        return {str(name): count for name, count in counter.get_comm_counts().items() if count}
+        return dict(counter.counts)
+
+
+class CommunicationCounter(TorchDispatchMode):
+    """Counts calls of process groups; torch's own ``CommDebugMode`` knows no messages.
+
+    Attributes:
+        counts: Calls so far, by name.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = func.__name__.partition(".")[0].strip("_")
+        # Each message has a sender.
+        if func.namespace in ("c10d", "_c10d_functional") and not name.startswith(("wait", "recv")):
+            self.counts[name] += 1
+        return func(*args, **(kwargs or {}))
 
 
 def _already_reduced(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:

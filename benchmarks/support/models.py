@@ -306,6 +306,10 @@ _CASES = (
     _LARGE_VOCABULARY,
     with_sliced_head("llama-32k sliced head", _LARGE_VOCABULARY),
     transformer("transformer", layers=2, width=192, heads=4, length=48, vocab=1000),
+    # The published cases of the OSDP project (benchmarks.published_cases), a sixteenth as wide; the second
+    # with a sixteenth of the tokens and of the vocabulary.
+    gpt2("gpt2-published", layers=48, width=96, heads=3, length=6, vocab=10),
+    opt("opt-published", layers=8, width=448, heads=7, length=32, vocab=3142),
     t5("t5", layers=3, width=192, heads=4, length=48, vocab=4000),
     mamba("mamba", layers=4, width=256, length=16, vocab=4000),
 )

@@ -1,5 +1,6 @@
 """What an expert would train with instead of OSDP: kinds of data parallelism, recomputation, microbatches."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -24,6 +25,9 @@ Batches = Callable[[int], Batch]
 #: FSDP2 with a unit for each block, resharded after forward.
 PER_BLOCK = "fsdp2"
 
+#: FSDP2 with a unit for each linear module, as the OSDP project set up its baseline.
+BY_OPERATOR = "fsdp2-operator"
+
 
 @dataclass(frozen=True, slots=True)
 class Rival:
@@ -32,7 +36,7 @@ class Rival:
     Attributes:
         kind: ``"ddp"``; ``"zero"``, DDP whose optimizer states are sharded; :data:`PER_BLOCK`;
             ``"fsdp2-keep"``, not resharded after forward; ``"fsdp2-root"``, one unit for the model;
-            ``"hsdp"``, FSDP2 inside groups of two ranks.
+            :data:`BY_OPERATOR`; ``"hsdp"``, FSDP2 inside groups of two ranks.
         bucket: MiB of DDP's buckets; 0 for others.
         recompute: Whether blocks are recomputed in backward.
         microbatches: Parts into which a rank's samples of a step are cut.
@@ -72,6 +76,11 @@ class Rival:
         elif self.kind == "fsdp2-root":
             fully_shard(model, mesh=mesh)
             wrapped = model
+        elif self.kind == BY_OPERATOR:
+            for module in linear_modules(model):
+                fully_shard(module, mesh=mesh)
+            fully_shard(model, mesh=mesh)
+            wrapped = model
         else:
             over = Meshes.over(mesh).grouped(2) if self.kind == "hsdp" else mesh
             wrapped = fsdp2(model, case, over, reshard=self.kind != "fsdp2-keep")
@@ -86,6 +95,19 @@ class Rival:
             optimizer = make_optimizer(wrapped.parameters(), training)
         early = wrapped.no_sync if isinstance(wrapped, DistributedDataParallel) else nullcontext
         return accumulating_step(wrapped, optimizer, batches, self.microbatches, early)
+
+
+def linear_modules(model: nn.Module) -> list[nn.Module]:
+    """Linear modules, but for those with tied parameters, which have to be the root's."""
+    from transformers.pytorch_utils import Conv1D
+
+    uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+    return [
+        module
+        for module in model.modules()
+        if isinstance(module, (nn.Linear, Conv1D))
+        and all(uses[id(parameter)] == 1 for parameter in module.parameters())
+    ]
 
 
 def rivals(world_size: int, microbatches: tuple[int, ...]) -> Iterator[Rival]:
