@@ -10,7 +10,7 @@ of a step and tells where its time goes, as predicted.
 The last rows are of FSDP2 alone, by block: its gathers block gloo's ranks, unless they are asynchronous and
 the next block is gathered ahead.
 
-    python -m benchmarks.choices [--quick] [--json FILE]
+    python -m benchmarks.choices [--quick] [--json FILE [--resume]]
 """
 
 import sys
@@ -319,9 +319,14 @@ def _gather_ahead(model: nn.Module, case: Case) -> None:
         then.set_modules_to_backward_prefetch([first])
 
 
+def name_of_gathers(place: Place) -> str:
+    """Name of its row."""
+    return f"{place.name}, FSDP2, {AHEAD}"
+
+
 def row_of_gathers(place: Place, most_rounds: int) -> Row:
     """FSDP2's gathers at one place."""
-    row: Row = {"name": f"{place.name}, FSDP2, {AHEAD}"}
+    row: Row = {"name": name_of_gathers(place)}
     seconds = _launched(place, "gather", {"case": place.case, "most_rounds": most_rounds})
     if BLOCKING not in seconds:
         return row | seconds
@@ -377,10 +382,14 @@ def measure(options: Options) -> Result:
     result = Result(options, world_size=4, backend="gloo")
     places = QUICK_PLACES if options.quick else PLACES
     rounds = QUICK_ROUNDS if options.quick else MOST_ROUNDS
+    gathered = GATHERED[:1] if options.quick else GATHERED
+    known = result.keep()
+    places = [place for place in places if f"{place.name}, {ZERO}" not in known]
     for place in harness.progress(places, len(places), "choices"):
-        result.add(*rows_of(place, rounds))
-    for place in GATHERED[:1] if options.quick else GATHERED:
-        result.add(row_of_gathers(place, rounds))
+        result.add(*(row | {"commit": harness.commit()} for row in rows_of(place, rounds)))
+    for place in gathered:
+        if name_of_gathers(place) not in known:
+            result.add(row_of_gathers(place, rounds) | {"commit": harness.commit()})
     result.summary = summarize(result.rows)
     return result
 
@@ -414,7 +423,7 @@ def _cells(row: Row) -> list[object]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    result = measure(harness.parse_options("choices", __doc__, arguments))
+    result = measure(harness.parse_options("choices", __doc__, arguments, resumes=True))
     columns = [
         "model, network, ranks, limit, what is left out", "s/step", "without", "over all", "95 %",
         "against itself", "collectives", "without", "waited for, s", "optimizer, s", "",

@@ -124,7 +124,8 @@ class Contest:
 
     def step_of(self, setting: Setting, plan: Plan) -> TrainStep:
         """A fresh model under ``plan``."""
-        candidate = setting.candidate(self.device, plan)
+        assert plan.basis is not None
+        candidate = setting.candidate(plan.basis.device, plan)
         model = candidate.wrap(self.case.model(), self.mesh)
         assert isinstance(model, OSDP)
         return prepare_osdp(model, setting.training, self.batches)

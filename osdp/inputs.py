@@ -30,7 +30,7 @@ from osdp.profiler.links.machine import available_memory, device_kind, ranks_on_
 from osdp.profiler.measure import profile_trainings
 from osdp.profiler.roofline import estimate
 from osdp.profiler.segments import default_device
-from osdp.refine.segment_profiles import with_more_activations
+from osdp.refine.segment_profiles import convolutions, with_more_activations
 from osdp.runtime.mesh import data_parallel_mesh, dims_of, parallel_mesh
 from osdp.runtime.module.plain import check_plain
 from osdp.runtime.tensor_parallel.apply import first_rank_part
@@ -231,9 +231,7 @@ def make_profiler(
 
 def _by_upper_end(profile: Profile, description: ModelDesc) -> Profile:
     """An estimated profile with activations by the upper end of what they may take."""
-    # Weights of convolutions have three dims or more, and those of few other layers.
-    convolutions = {op.name for op in description.operators if any(len(p.shape) > 2 for p in op.parameters)}
-    unsure = {each.signature for each in description.segments if convolutions.intersection(each.operators)}
+    unsure = convolutions(description)
     return with_more_activations(
         profile, lambda each: UPPER_END_OF_CONVOLUTIONS if each.signature in unsure else UPPER_END
     )

@@ -33,6 +33,7 @@ from osdp.model.training import Training
 from osdp.plan.plan import Plan
 from osdp.plan.sharding import Mode
 from osdp.profiler.links.timing import relative_spread
+from osdp.refine.corrections import leaves_activations_alone
 from osdp.refine.link_times import LinkKey
 from osdp.refine.measurement import CollectiveTime, ModuleBytes, StepMeasurement, StretchTime
 from osdp.refine.next_plan import LEAST_GAIN, NextPlan, next_plan
@@ -296,7 +297,11 @@ class Refiner:
             desc, optimizers = self._basis.model_desc, _with_hooks(self._optimizers)
             ends = [each.module for each in stretches_of(desc) if each.module]
             opaque = [each.name for each in desc.opaque]
-            self._recorder = StepRecorder(self._model._applied.sharded, ends, optimizers, opaque)
+            estimated = not all(profile.measured for profile in self._basis.profiles)
+            counts = estimated and leaves_activations_alone(self._plan, desc)
+            self._recorder = StepRecorder(
+                self._model._applied.sharded, ends, optimizers, opaque, counts=counts
+            )
             self._recorder.scheduled = scheduled
         else:
             self._recorder.close()
@@ -636,6 +641,9 @@ def combined(
     samples = max(step.samples for steps in everyone for step in steps)
     # Of most steps: one whose backward failed, and that was repeated, has a forward more.
     microbatches = mode(step.batch[1] for step in slowest)
+    # In a single step it may have been what another thread allocated meanwhile.
+    counted = [sorted((step.kept, step.returned) for step in steps)[-2:][0] for steps in everyone]
+    kept, returned = max(counted)
     return StepMeasurement(
         local_batch=samples or profile.local_batch,
         microbatches=microbatches,
@@ -649,6 +657,8 @@ def combined(
         in_cpu_time=slowest[0].in_cpu_time,
         spread=relative_spread(step_seconds(everyone)) / math.sqrt(len(slowest)),
         opaque=_opaque(everyone),
+        kept=kept,
+        returned=returned,
     )
 
 

@@ -16,12 +16,14 @@ from torch import nn
 
 from osdp import OSDP, DeviceInfo, ModelDesc, Plan, Training, make_plan, refining
 from osdp.allocator import allocated_bytes
+from osdp.inputs import UPPER_END
 from osdp.plan.search_options import SearchOptions
 from osdp.plan.sharding import Mode
 from osdp.profiler.roofline import estimate
+from osdp.refine.measurement import StepMeasurement
 from osdp.refine.next_plan import NextPlan
 from osdp.refine.refinement import Refinement
-from osdp.refining import RECORDED, SETTLING, check_refine, runs_as
+from osdp.refining import RECORDED, SETTLING, check_refine, combined, runs_as
 from osdp.runtime import step_recorder
 from osdp.runtime.ranks.participants import GATHER, REDUCE
 from osdp.runtime.step_recorder import StepRecorder
@@ -443,6 +445,42 @@ def test_a_training_begins_from_an_estimate_and_is_refined(tmp_path: Any) -> Non
     first, second = run(2, starts_from_an_estimate, str(tmp_path))
     assert first == second
     assert not list(tmp_path.iterdir())  # an estimate is not kept as if it had been measured
+
+
+def counts_its_activations(strategy: str) -> tuple[list[tuple[str, int, int]], list[tuple[int, int]]]:
+    """What it reports, and what its steps have counted."""
+    samples, counted = 4096, []
+
+    def noted(*args: Any, **kwargs: Any) -> StepMeasurement:
+        found = combined(*args, **kwargs)
+        counted.append((found.kept, found.returned))
+        return found
+
+    model = OSDP(
+        net(), batch_of(0, samples), "1GiB", loss_fn=loss_of, start="estimated", strategy=strategy,
+        training=Training(optimizer="AdamW", local_batch=samples), cache_dir=None,
+    )  # fmt: skip
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with mock.patch.object(refining, "combined", noted):
+        for index in range(36):
+            step_on(model, optimizer, index, samples)
+    assert model.refinement is not None
+    return model.refinement.memory, counted
+
+
+@pytest.mark.skipif(allocated_bytes() is None, reason="nothing tells what is in use")
+def test_estimated_activations_are_counted_while_it_trains() -> None:
+    """Each of four layers keeps what its tanh returned, 4096 x 64 float64; the last one is returned, too."""
+    layer = 4096 * WIDTH * 8
+    for memory, counted in run(2, counts_its_activations, "NO_SHARD"):
+        ((name, thought, found),) = memory
+        assert name == "activations"
+        assert thought / found == pytest.approx(UPPER_END, rel=0.001)
+        for kept, returned in counted:
+            assert kept == pytest.approx(4 * layer, rel=0.02)
+            assert returned == layer
+    for memory, counted in run(2, counts_its_activations, "FULL_SHARD"):
+        assert not memory and set(counted) == {(0, 0)}
 
 
 def starts_that_are_refused() -> list[str]:

@@ -8,7 +8,8 @@ compute                by stretch of the trace, forward and backward apart
 links                  by the collectives of sharded units, each of which is timed where it runs alone
 all-reduces            run beside backward: they are as slow as makes the whole backward take what it took
 optimizer              by its step
-memory                 of opaque modules, where more was alive than when they were traced; never less
+memory                 of opaque modules, where more was alive than when they were traced; never less. Of
+                       activations that were taken by an upper end, where a forward left fewer alive
 =====================  =====================================================================================
 """
 
@@ -22,11 +23,12 @@ from osdp.cost.sharding.time import optimizer_time, passes
 from osdp.explain.scaling import profile_at_batch
 from osdp.hardware.device_info import DeviceInfo
 from osdp.hardware.profile import Profile
+from osdp.model.description import ModelDesc
 from osdp.plan.basis import Basis
 from osdp.plan.plan import Plan
 from osdp.refine.link_times import LinkKey, key_of, with_measured_links
 from osdp.refine.measurement import StepMeasurement, StretchTime
-from osdp.refine.segment_profiles import with_measured_memory, with_measured_times
+from osdp.refine.segment_profiles import with_counted_activations, with_measured_memory, with_measured_times
 from osdp.refine.stretches import end_of_model
 
 #: Relative error of a backward from which its all-reduces are said to be of another speed.
@@ -82,6 +84,8 @@ def corrected(
     profile = profile_at_batch(before, basis.model_desc, measured.local_batch)
     times = (_in_profile(each, basis, profile, measured) for each in (measured.forward, measured.backward))
     profile = with_measured_times(profile, basis.model_desc, plan.sharding.recomputed, *times)
+    if leaves_activations_alone(plan, basis.model_desc):
+        profile = with_counted_activations(profile, basis.model_desc, measured.kept, measured.returned)
     profile = with_measured_memory(profile, basis.model_desc, measured.opaque)
     found = replace(basis, trainings=(training,), profiles=(profile,))
     device, known = with_measured_links(basis.device, measured.collectives, known_links)
@@ -89,6 +93,14 @@ def corrected(
     found = replace(found, device=device)
     profile = _with_optimizer(plan, found, measured.optimizer_seconds)
     return Corrected(replace(found, profiles=(profile,)), known)
+
+
+def leaves_activations_alone(plan: Plan, model_desc: ModelDesc) -> bool:
+    """Whether a forward leaves all traced activations, and but for what it returns nothing else, alive."""
+    sharding = plan.sharding
+    whole = all(not each.mode.sharded and each.slices == 1 for each in sharding.decisions)
+    as_traced = not sharding.recomputed and plan.training.param_dtype is None and not model_desc.opaque
+    return whole and as_traced
 
 
 def problem_of(

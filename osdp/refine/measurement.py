@@ -74,6 +74,8 @@ class StepMeasurement(Savable):
         in_cpu_time: Whether the compute is in seconds of a core, which stand still while another rank has it.
         spread: How far a median of the measured steps may be off, relative to it.
         opaque: Activations of opaque modules; none where nothing counts bytes.
+        kept: Bytes that a forward left alive; 0 where nobody counted them.
+        returned: Bytes of what it returned, which it may have left alive besides activations.
     """
 
     local_batch: int
@@ -88,6 +90,8 @@ class StepMeasurement(Savable):
     in_cpu_time: bool = False
     spread: float = 0.0
     opaque: tuple[ModuleBytes, ...] = ()
+    kept: int = 0
+    returned: int = 0
 
     def __post_init__(self) -> None:
         if min(self.local_batch, self.microbatches, self.reductions) < 1:
@@ -104,6 +108,8 @@ class StepMeasurement(Savable):
         ]
         if min(times) < 0:
             raise ValueError(f"measured seconds cannot be negative, got {min(times)}")
+        if min(self.kept, self.returned) < 0:
+            raise ValueError(f"counted bytes cannot be negative, got {self.kept} and {self.returned}")
 
     @property
     def reduces_each(self) -> bool:

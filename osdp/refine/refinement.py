@@ -67,9 +67,17 @@ class Refinement:
 
     @property
     def memory(self) -> list[tuple[str, int, int]]:
-        """Opaque modules that keep more than was thought, each with the most of a call's forward, bytes."""
+        """Activations that are not what was thought, bytes.
+
+        All together where they are fewer; of opaque modules that keep more, the most of a call's forward.
+        """
         thought, found = self._profiles
         desc, rows = self.thought.model_desc, []
+        kept, counted = (
+            sum(profile.of(s).saved_bytes for s in desc.segments) for profile in (thought, found)
+        )
+        if counted < kept - len(desc.segments):  # by a batch in between each may be rounded
+            rows.append(("activations", kept, counted))
         for module in desc.opaque:
             before, now = (
                 max((profile.of(s).forward.peak_bytes for s in calls_of(desc, module.name)), default=0)

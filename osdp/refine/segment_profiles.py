@@ -110,6 +110,53 @@ def with_measured_memory(profile: Profile, model_desc: ModelDesc, measured: Sequ
     return replace(profile, segments=tuple(map(grown, profile.segments)))
 
 
+def with_counted_activations(profile: Profile, model_desc: ModelDesc, kept: int, returned: int) -> Profile:
+    """An estimated profile with activations that are no longer taken by the upper end of what they may be.
+
+    They are as traced if a forward left no more alive, and else as many times as many as it did. Peaks of
+    backward, which nothing counts, stay as they are, and so do convolutions, for whose workspace the upper
+    end is.
+
+    Args:
+        profile: The profile, at the batch that was counted.
+        model_desc: The model.
+        kept: Bytes that a forward left alive; 0 if nobody has counted them.
+        returned: Bytes of what it returned, of which the trace does not say whether they are activations.
+    """
+    batch, spared = profile.local_batch, convolutions(model_desc)
+    segments = model_desc.segments[: end_of_model(model_desc)]
+    traced = sum(segment.forward.live_bytes(batch) for segment in segments)
+    # Where less was counted than is kept by what was traced, it was something else: another allocator's part.
+    if profile.measured or not kept or kept < (1 - _LEAST_MORE) * traced:
+        return profile
+    times = max((kept - returned) / traced, 1.0) if traced > 0 else 1.0
+    of_signature = {segment.signature: segment for segment in segments if segment.signature not in spared}
+
+    def counted(each: SegmentProfile) -> SegmentProfile:
+        segment = of_signature.get(each.signature)
+        if segment is None:
+            return each
+        forward, backward = each.forward, each.backward
+        live = math.ceil(times * segment.forward.live_bytes(batch))
+        # What it leaves alive by the upper end, or frees, is never exceeded.
+        live = min(live, forward.live_bytes) if live > 0 else max(live, forward.live_bytes)
+        less = forward.live_bytes - live
+        return replace(
+            each,
+            forward=replace(forward, live_bytes=live, peak_bytes=forward.peak_bytes - less),
+            backward=replace(backward, live_bytes=backward.live_bytes + less),
+            saved_bytes=min(each.saved_bytes, math.ceil(times * segment.saved_bytes(batch))),
+        )
+
+    return replace(profile, segments=tuple(map(counted, profile.segments)))
+
+
+def convolutions(model_desc: ModelDesc) -> frozenset[str]:
+    """Signatures of the segments that convolve: weights have three dims or more, as those of few others."""
+    names = {op.name for op in model_desc.operators if any(len(p.shape) > 2 for p in op.parameters)}
+    return frozenset(each.signature for each in model_desc.segments if names.intersection(each.operators))
+
+
 def calls_of(model_desc: ModelDesc, module: str) -> list[Segment]:
     """The segments of a module's own code, without the loss."""
     return [each for each in model_desc.segments[: end_of_model(model_desc)] if each.module == module]

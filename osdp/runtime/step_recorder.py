@@ -30,6 +30,7 @@ from osdp.runtime.ranks.participants import GATHER
 from osdp.runtime.sharding.sharded_model import ShardedModel
 from osdp.torch_private.autograd import in_backward, queue_backward_callback
 from osdp.torch_private.compiling import not_compiled
+from osdp.torch_private.distributed import storage_id
 from osdp.torch_private.optimizers import is_stepping
 
 #: Forwards without a step after which what was recorded of it is dropped: nothing may step any more.
@@ -64,6 +65,8 @@ class RecordedStep:
         in_cpu_time: Whether compute is counted in CPU time.
         opaque: Bytes that calls of opaque modules left alive, at most; by their FQNs. There are none where
             nothing tells what is in use.
+        kept: Bytes that a forward left alive, at most; 0 where nothing tells or nobody asked.
+        returned: Bytes of what that forward returned, which it may have left alive besides.
     """
 
     samples: int = 0
@@ -80,6 +83,8 @@ class RecordedStep:
     gather_seconds: float = 0.0
     in_cpu_time: bool = False
     opaque: dict[str, int] = field(default_factory=dict)
+    kept: int = 0
+    returned: int = 0
 
     @property
     def seconds(self) -> float:
@@ -101,6 +106,7 @@ class StepRecorder:
         ends: FQNs of the modules that end stretches, in the order of the trace.
         optimizers: What steps on it, the first of which ends a step.
         opaque: FQNs of opaque modules, the memory of which is recorded.
+        counts: Whether what forwards leave alive is recorded.
 
     Attributes:
         steps: What was recorded.
@@ -113,6 +119,8 @@ class StepRecorder:
         ends: Sequence[str],
         optimizers: Sequence[Optimizer],
         opaque: Sequence[str] = (),
+        *,
+        counts: bool = False,
     ) -> None:
         self.steps: list[RecordedStep] = []
         self.scheduled = 0
@@ -137,6 +145,9 @@ class StepRecorder:
         self._ended = False
         #: Bytes in use when each opaque module that runs was called.
         self._entered: list[int] = []
+        self._counts = counts
+        #: Bytes in use when the forward began, if they are counted.
+        self._in_use: int | None = None
         self._handles: list[RemovableHandle] = []
         self._install(ends, optimizers, opaque)
 
@@ -208,6 +219,7 @@ class StepRecorder:
         samples = num_samples((args, kwargs))
         self._now.samples = max(self._now.samples, samples)
         self._now.shapes.add(shape_of_sample(batch_shape((args, kwargs)), samples))
+        self._in_use = allocated_bytes() if self._counts else None
         self._begin_pass()
 
     def _begin_pass(self) -> None:
@@ -237,6 +249,10 @@ class StepRecorder:
         places = [place for _, place, _ in self._marks]
         parts = [self._names[before + 1 : place + 1] for before, place in pairwise(places)]
         self._add(self._now.forward, parts)
+        if self._in_use is not None:
+            kept = (allocated_bytes() or 0) - self._in_use
+            if kept > self._now.kept:
+                self._now.kept, self._now.returned = kept, _bytes_of(output)
         self._marks, self._entered = [], []
         self._watch(output, last)
 
@@ -349,3 +365,9 @@ class StepRecorder:
         # Torch calls an optimizer's own hooks before those of all optimizers.
         step = self._now if self._now.forwards or not self.steps else self.steps[-1]
         step.gather_seconds += self.begin().wall - begin.wall
+
+
+def _bytes_of(output: Any) -> int:
+    """Bytes of the memory that the tensors of an output lie in."""
+    memory = {storage_id(tensor): tensor.untyped_storage().nbytes() for tensor in tensors_with_grad(output)}
+    return sum(memory.values())

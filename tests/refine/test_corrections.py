@@ -19,6 +19,7 @@ from osdp.refine.link_times import fitted_link, with_measured_links
 from osdp.refine.measurement import CollectiveTime, ModuleBytes, StepMeasurement, StretchTime
 from osdp.refine.next_plan import LEAST_GAIN, TRIED_GAIN, next_plan, switch_seconds, worth_it
 from osdp.refine.refinement import Refinement
+from osdp.refine.segment_profiles import with_more_activations
 from osdp.refine.stretches import end_of_model, stretches_of
 from osdp.refining import combined, step_seconds
 from osdp.runtime.step_recorder import RecordedStep
@@ -244,6 +245,38 @@ def test_memory_is_corrected_upwards_alone(planned: Callable[..., Plan]) -> None
     assert problem_of(plan, less)[1].outcome.peak == pytest.approx(plan.predicted.peak_bytes, abs=1.0)
 
 
+def test_counted_activations_are_as_traced_and_not_by_an_upper_end(planned: Callable[..., Plan]) -> None:
+    """A Llama stayed under a slower plan: the best one did not fit by the upper end of its estimate."""
+    plan = planned(fraction=20.0, strategy="NO_SHARD")
+    traced = basis_of(plan)
+    desc, own = traced.model_desc, traced.profiles[0]
+    kept = int(sum(each.forward.live_bytes(2) for each in desc.segments[: end_of_model(desc)]))
+    upper = replace(traced, profiles=(with_more_activations(own, lambda each: 1.03),))
+
+    def found(nbytes: int, returned: int = 0, plan: Plan = plan, basis: Basis = upper) -> tuple[int, float]:
+        measured = replace(measured_under(plan, basis), kept=nbytes, returned=returned)
+        basis = corrected(plan, basis, measured).basis
+        saved = sum(basis.profiles[0].of(each).saved_bytes for each in desc.segments)
+        return saved, problem_of(plan, basis)[1].outcome.peak
+
+    most, least = found(0), found(0, basis=traced)
+    assert most[0] == pytest.approx(1.03 * least[0], rel=0.001)
+    assert most[1] > least[1]
+    # The workspace of backward is not counted.
+    fewer = found(kept)
+    assert fewer[0] == pytest.approx(least[0], rel=0.001)
+    assert least[1] <= fewer[1] < most[1] - 0.5 * (most[1] - least[1])
+    assert found(int(1.4 * kept), returned=int(0.4 * kept)) == fewer
+    assert found(int(1.01 * kept))[0] == pytest.approx(1.01 * least[0], rel=0.001)
+    # More than the upper end is taken for something else; far less was not all.
+    assert found(int(1.5 * kept)) == found(kept // 2) == most
+    # Measured ones are right, and a forward that gathers leaves more than activations alive.
+    measured = replace(upper, profiles=(replace(upper.profiles[0], measured=True),))
+    assert found(kept, basis=measured) == most
+    gathered = planned(fraction=20.0, strategy="SHARD_GRAD_OP")
+    assert found(kept, plan=gathered) == found(0, plan=gathered)
+
+
 def test_a_plan_beyond_the_limit_is_left_whatever_that_costs(planned: Callable[..., Plan]) -> None:
     plan = planned(fraction=0.9)
     basis = basis_of(plan)
@@ -412,7 +445,7 @@ def test_a_loop_that_reduces_every_microbatch_is_planned_for_as_it_runs(planned:
 def test_measurements_are_checked_and_saved(tmp_path: Path) -> None:
     good = StepMeasurement(
         2, 1, (StretchTime(("h.0",), 0.1),), (StretchTime(("h.0", ""), 0.2),), (), 0.3, 0.1,
-        opaque=(ModuleBytes("h.0", 5),),
+        opaque=(ModuleBytes("h.0", 5),), kept=7, returned=2,
     )  # fmt: skip
     good.save(tmp_path / "step.json")
     assert StepMeasurement.load(tmp_path / "step.json") == good
@@ -420,3 +453,5 @@ def test_measurements_are_checked_and_saved(tmp_path: Path) -> None:
         replace(good, local_batch=0)
     with pytest.raises(ValueError, match=r"cannot be negative, got -0\.2"):
         replace(good, forward=(StretchTime(("h.0",), -0.2),))
+    with pytest.raises(ValueError, match="cannot be negative, got -1 and 2"):
+        replace(good, kept=-1)
