@@ -93,7 +93,7 @@ PLACES = (
     Place("transformer", None, 4, 0.3),
     Place("t5", 2 * 10**8, 2, 0.1),
     Place("moe", 2 * 10**8, 4, 0.3),
-    Place("unet", 2 * 10**8, 4, 0.3),
+    Place("mamba", None, 2, 0.1),
     Place("vit-stem", None, 2, 0.1),
 )
 QUICK_PLACES = (PLACES[0], PLACES[-1])
