@@ -305,8 +305,8 @@ def sections() -> Iterator[Section]:
             "What each kind of choice wins",
             "The plan found among all choices and those without one kind of them, in turns at "
             f"{len({row['place'] for row in rows if 'place' in row})} places: models on networks at limits. "
-            "A kind wins or loses where the whole interval of the ratio lies beyond 1 % and beyond that of the "
-            "same program twice. The last line is a rival instead."
+            "A kind wins or loses where the whole interval of the ratio lies beyond 1 % and beyond that of "
+            "the same program twice. The last line is a rival instead."
             + "".join(map(_gathers, (row for row in rows if "place" not in row))),
             "choices",
             table=choices_table(rows),
