@@ -261,7 +261,8 @@ def _outcome(claim: Claim, row: Row) -> Row:
     rivals = {name: seconds for name, seconds in by_sample.items() if name != "osdp"}
     best, ratio = over_best_rival(rivals, by_sample["osdp"])
     training = replace(plan.training, local_batch=_samples(plan), microbatches=1)
-    expected = reference_losses(CASES[claim.case], training, WORLD_SIZE, 3, cycle=1)[-1]
+    # Of the second step, as what is measured does two.
+    expected = reference_losses(CASES[claim.case], training, WORLD_SIZE, 2, cycle=1)[-1]
     found: Row = {
         "best_batch": plan.local_batch,
         "microbatches": plan.training.microbatches,
