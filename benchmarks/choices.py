@@ -1,4 +1,4 @@
-"""Claim: every kind of choice that the search has makes some step faster, or is needed to fit.
+"""Claim: no kind of choice that the search has makes a step slower; where each makes one faster is told.
 
 Models on networks, some of which a rival once won, are trained with the plan found among all choices and with
 those found without one kind of them: without sharded optimizer states, slices and recomputation, groups of
@@ -15,7 +15,7 @@ the next block is gathered ahead.
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import groupby, pairwise
 from statistics import median
@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from benchmarks.contest import LOSS_TOLERANCE, SAMPLES, Contest, is_same_program
+from benchmarks.contest import LOSS_TOLERANCE, SAMPLES, Contest, fastest, is_same_program, names_of
 from benchmarks.support import harness
 from benchmarks.support.baselines import (
     TrainStep,
@@ -36,7 +36,8 @@ from benchmarks.support.baselines import (
     reference_losses,
     train_step,
 )
-from benchmarks.support.candidates import Candidate, OsdpWrap, live_mesh
+from benchmarks.support.candidates import Candidate, OsdpWrap, Setting, live_mesh
+from benchmarks.support.contest.design import Round
 from benchmarks.support.contest.rivals import Rival
 from benchmarks.support.harness import Options, Result, Row
 from benchmarks.support.launch import WorkerError
@@ -60,45 +61,21 @@ MOST_ROUNDS, QUICK_ROUNDS = 30, 10
 NOTICEABLE = 0.01
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """What is trained where.
-
-    Attributes:
-        case: Name of the model.
-        network: Bits per second of a host's uplink; ``None`` for loopback.
-        world_size: Number of ranks.
-        fraction: Limit as a part of the way from the all-sharded to the all-replicated peak, or ``None``.
-    """
-
-    case: str
-    network: int | None
-    world_size: int
-    fraction: float | None
-
-    @property
-    def name(self) -> str:
-        """For the table."""
-        network = "loopback" if self.network is None else f"{self.network // 10**6} Mbit/s"
-        limit = "no limit" if self.fraction is None else str(self.fraction)
-        return f"{self.case}, {network}, {self.world_size} ranks, {limit}"
-
-
-#: In the first two DDP with sharded optimizer states once was faster than any plan.
+#: Models, networks, ranks and limits; in the first two a rival once was faster than any plan.
 PLACES = (
-    Place("convnext", None, 2, None),
-    Place("llama-32k", None, 2, None),
-    Place("llama-32k", 10**9, 2, 0.3),
-    Place("gpt2-deep", None, 4, 0.6),
-    Place("transformer", None, 4, 0.3),
-    Place("t5", 2 * 10**8, 2, 0.1),
-    Place("moe", 2 * 10**8, 4, 0.3),
-    Place("mamba", None, 2, 0.1),
-    Place("vit-stem", None, 2, 0.1),
+    Round("convnext", None, 2, (None,)),
+    Round("llama-32k", None, 2, (None,)),
+    Round("llama-32k", 10**9, 2, (0.3,)),
+    Round("gpt2-deep", None, 4, (0.6,)),
+    Round("transformer", None, 4, (0.3,)),
+    Round("t5", 2 * 10**8, 2, (0.1,)),
+    Round("moe", 2 * 10**8, 4, (0.3,)),
+    Round("mamba", None, 2, (0.1,)),
+    Round("vit-stem", None, 2, (0.1,)),
 )
 QUICK_PLACES = (PLACES[0], PLACES[-1])
 #: Where FSDP2's gathers are compared with asynchronous ones.
-GATHERED = (Place("gpt2-deep", None, 2, None), Place("gpt2-deep", 2 * 10**8, 2, None))
+GATHERED = (Round("gpt2-deep", None, 2, (None,)), Round("gpt2-deep", 2 * 10**8, 2, (None,)))
 
 ALL, AGAIN, ZERO = "all choices", "all choices again", "DDP, sharded optimizer states"
 STATES, SLICES, GROUPS = "sharded optimizer states", "slices and recomputation", "groups of ranks"
@@ -131,21 +108,11 @@ def plan_without(kind: str, contest: Contest, whole: Plan) -> Plan:
     elif kind == GROUPS:
         device = device.with_groups(())
 
-    def search() -> Plan:
-        found: list[Plan] = []
-        reason: InfeasibleError | None = None
-        for setting in settings:
-            candidate = planner.Candidate(setting.training, setting.profile)
-            try:
-                found.append(planner.best_plan(setting.model_desc, [candidate], device, rules))
-            except InfeasibleError as error:
-                reason = error
-        if not found:
-            assert reason is not None
-            raise reason
-        return min(found, key=lambda plan: plan.predicted.step_seconds)
+    def find(setting: Setting) -> Plan:
+        candidate = planner.Candidate(setting.training, setting.profile)
+        return planner.best_plan(setting.model_desc, [candidate], device, rules)
 
-    return on_first_rank(search)
+    return on_first_rank(lambda: fastest(settings, find)[1])
 
 
 def with_buckets_of_blocks(plan: Plan, desc: ModelDesc) -> Plan:
@@ -206,10 +173,10 @@ def compete(
     }
 
 
-def rows_of(place: Place, most_rounds: int) -> list[Row]:
+def rows_of(place: Round, most_rounds: int) -> list[Row]:
     """A row for each kind of choice at one place, and one for the rival."""
-    names = [f"{place.name}, {kind}" for kind in (*KINDS, ZERO)]
-    arguments = {"case": place.case, "fraction": place.fraction, "most_rounds": most_rounds}
+    names = [f"{_name(place)}, {kind}" for kind in (*KINDS, ZERO)]
+    arguments = {"case": place.case, "fraction": place.fractions[0], "most_rounds": most_rounds}
     measured = _launched(place, "compete", arguments)
     if "seconds" not in measured:
         return [{"name": name} | measured for name in names]
@@ -218,7 +185,7 @@ def rows_of(place: Place, most_rounds: int) -> list[Row]:
     seconds, peaks, limit = measured["seconds"], measured["peaks"], measured["limit"]
     again = in_common(seconds[AGAIN], seconds[ALL])
     common: Row = {
-        "place": place.name,
+        "place": _name(place),
         "limit": limit,
         "peak_of_all": peaks[ALL],
         "seconds_of_all": median(seconds[ALL]),
@@ -280,7 +247,7 @@ def _times(plan: Plan) -> dict[str, float]:
     }
 
 
-def _collectives(place: Place, plan: Plan) -> dict[str, int]:
+def _collectives(place: Round, plan: Plan) -> dict[str, int]:
     """Collectives of one step, by name."""
     assert plan.basis is not None
     wrap = OsdpWrap(plan.basis.model_desc, plan.basis.device, plan)
@@ -319,12 +286,17 @@ def _gather_ahead(model: nn.Module, case: Case) -> None:
         then.set_modules_to_backward_prefetch([first])
 
 
-def name_of_gathers(place: Place) -> str:
+def _name(place: Round) -> str:
+    (name,) = names_of(place)
+    return name
+
+
+def name_of_gathers(place: Round) -> str:
     """Name of its row."""
-    return f"{place.name}, FSDP2, {AHEAD}"
+    return f"{_name(place)}, FSDP2, {AHEAD}"
 
 
-def row_of_gathers(place: Place, most_rounds: int) -> Row:
+def row_of_gathers(place: Round, most_rounds: int) -> Row:
     """FSDP2's gathers at one place."""
     row: Row = {"name": name_of_gathers(place)}
     seconds = _launched(place, "gather", {"case": place.case, "most_rounds": most_rounds})
@@ -338,7 +310,7 @@ def row_of_gathers(place: Place, most_rounds: int) -> Row:
     )
 
 
-def _launched(place: Place, worker: str, arguments: dict[str, Any]) -> Any:
+def _launched(place: Round, worker: str, arguments: dict[str, Any]) -> Any:
     """What the first rank returns; why there is nothing, if there is not."""
     try:
         return launch_over(
@@ -384,7 +356,7 @@ def measure(options: Options) -> Result:
     rounds = QUICK_ROUNDS if options.quick else MOST_ROUNDS
     gathered = GATHERED[:1] if options.quick else GATHERED
     known = result.keep()
-    places = [place for place in places if f"{place.name}, {ZERO}" not in known]
+    places = [place for place in places if f"{_name(place)}, {ZERO}" not in known]
     for place in harness.progress(places, len(places), "choices"):
         result.add(*(row | {"commit": harness.commit()} for row in rows_of(place, rounds)))
     for place in gathered:

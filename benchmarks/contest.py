@@ -110,17 +110,7 @@ class Contest:
         Raises:
             InfeasibleError: None fits.
         """
-        found: list[tuple[Setting, Plan]] = []
-        reason: InfeasibleError | None = None
-        for setting in self.settings.values():
-            try:
-                found.append((setting, setting.plan(self.device, limit)))
-            except InfeasibleError as error:
-                reason = reason or error
-        if not found:
-            assert reason is not None
-            raise reason
-        return min(found, key=lambda pair: pair[1].predicted.step_seconds)
+        return fastest(self.settings.values(), lambda setting: setting.plan(self.device, limit))
 
     def step_of(self, setting: Setting, plan: Plan) -> TrainStep:
         """A fresh model under ``plan``."""
@@ -156,6 +146,25 @@ class Contest:
                 continue
             found[rival] = self.measure(partial(self.step_of_rival, rival))
         return found
+
+
+def fastest(settings: Iterable[Setting], find: Callable[[Setting], Plan]) -> tuple[Setting, Plan]:
+    """The plan of fewest predicted seconds among those of several settings.
+
+    Raises:
+        InfeasibleError: None fits.
+    """
+    found: list[tuple[Setting, Plan]] = []
+    reason: InfeasibleError | None = None
+    for setting in settings:
+        try:
+            found.append((setting, find(setting)))
+        except InfeasibleError as error:
+            reason = reason or error
+    if not found:
+        assert reason is not None
+        raise reason
+    return min(found, key=lambda pair: pair[1].predicted.step_seconds)
 
 
 def measure_step(live: LiveBytes, make: Callable[[], TrainStep]) -> tuple[int, float, float]:

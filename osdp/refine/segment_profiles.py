@@ -113,9 +113,9 @@ def with_measured_memory(profile: Profile, model_desc: ModelDesc, measured: Sequ
 def with_counted_activations(profile: Profile, model_desc: ModelDesc, kept: int, returned: int) -> Profile:
     """An estimated profile with activations that are no longer taken by the upper end of what they may be.
 
-    They are as traced if a forward left no more alive, and else as many times as many as it did. Peaks of
-    backward, which nothing counts, stay as they are, and so do convolutions, for whose workspace the upper
-    end is.
+    They are as traced if a forward left no more alive than these and what it returned; if it did, they grow
+    in proportion, up to the upper end. Peaks of backward, which nothing counts, stay as they are, and so do
+    convolutions, for whose workspace the upper end is.
 
     Args:
         profile: The profile, at the batch that was counted.

@@ -11,6 +11,7 @@ from osdp.cost.sharding.solution import ShardingSolution
 from osdp.cost.sharding.strategies import FULL_SHARD, NO_SHARD, UnitStrategy, sliced
 from osdp.model.training import Training
 from osdp.plan.search_options import SLICES, SearchOptions
+from osdp.plan.sharding import Mode
 from osdp.search.sharding.explain import Explainer
 from osdp.search.sharding.single_changes import _changes, with_single_changes
 from osdp.search.sharding.solve import solve
@@ -44,6 +45,23 @@ def test_no_single_change_is_left_that_is_better(seed: int, strategy: UnitStrate
     best = solve(problem, limit)
     assert best is not None
     assert best.outcome.seconds <= found.outcome.seconds * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("left_out", [*Mode, None])
+def test_operators_outside_blocks_are_only_placed_as_the_modes_allow(left_out: Mode | None) -> None:
+    """They stayed where they were unless all modes were allowed."""
+    model_desc, profile = random_model(1, 3, 2, tied=True)
+    problem = build_problem(model_desc, profile, random_device(1), Training())
+    outside = tuple(problem.timeline.root)
+    assert outside
+    units = tuple((index, index + 1, NO_SHARD) for index in range(len(problem.timeline.chain)))
+    root = cost_root(problem, (), outside, has_unit=False)
+    outcome = simulate_units(problem, units, root)
+    start = ShardingSolution(units, (), outside, (), outcome, num_rows=0, bound=0.0)
+    allowed = tuple(mode for mode in Mode if mode is not left_out)
+    changes = list(_changes(problem, start, SearchOptions(allowed=allowed)))
+    assert any(change.root_stepped for change in changes) == (Mode.SHARD_OPTIMIZER in allowed)
+    assert any(change.root_sharded for change in changes)
 
 
 @pytest.mark.parametrize("seed", [4, 8, 18, 19])
