@@ -192,7 +192,7 @@ def recorded_and_plain(
     ends = [each.module for each in stretches_of(setting.model_desc) if each.module]
 
     def recorded() -> None:
-        recorder = StepRecorder(model._applied.sharded, ends, [optimizer])
+        recorder = StepRecorder(model._applied.sharded, ends, [optimizer], counts=True)
         step(0)
         recorder.close()
 

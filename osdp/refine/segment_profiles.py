@@ -126,7 +126,7 @@ def with_counted_activations(profile: Profile, model_desc: ModelDesc, kept: int,
     batch, spared = profile.local_batch, convolutions(model_desc)
     segments = model_desc.segments[: end_of_model(model_desc)]
     traced = sum(segment.forward.live_bytes(batch) for segment in segments)
-    # Where less was counted than is kept by what was traced, it was something else: another allocator's part.
+    # Fewer than were traced: not all of them were counted, as where another allocator gives them out.
     if profile.measured or not kept or kept < (1 - _LEAST_MORE) * traced:
         return profile
     times = max((kept - returned) / traced, 1.0) if traced > 0 else 1.0
