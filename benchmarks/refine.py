@@ -8,7 +8,9 @@ model is wrapped to the last step, switches included; with half of the batch fro
 the plan before was not made for what it trains. The plan at the end is then timed in turns with the plan of
 the truth, with those that the other starts ended under, and with those that they began under and that fit,
 all made anew for every few rounds, until intervals are narrow; the best is chosen on each half of the rounds
-and compared on the other.
+and compared on the other. A training whose last steps took more than a tenth longer, or less, than those of
+the same plan in turns saw another machine than the turns, on which another plan may be the best: it is done
+again, with turns of its own, and counts as too noisy if that is so every time.
 
 What the recorded steps cost beside others is timed in turns of one model.
 
@@ -17,6 +19,7 @@ What the recorded steps cost beside others is timed in turns of one model.
 
 import gc
 import sys
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -61,6 +64,9 @@ QUICK_CASES = ("gpt2-small",)
 FRACTION = 0.5
 #: Steps of a start; refining ends within 30.
 STEPS = 44
+#: The last steps of a training, which are compared with those of the same plan in turns; the part that they
+#: may differ by, and how often a training is done where they do.
+LAST, OTHER_SPEED, TRAININGS = 10, 0.1, 3
 #: Plans that are slower than the fastest by more than this part after the first rounds are not the best.
 SLOWER = 0.05
 #: Steps of one model in turns, and how many of each.
@@ -71,7 +77,7 @@ LOSS_TOLERANCE = 1e-3
 #: Speeds that a roofline estimate starts from where nothing is measured: none of this machine's.
 ASSUMED_FLOPS, ASSUMED_BANDWIDTH = 1e10, 5e9
 ASSUMED_LATENCY, ASSUMED_LINK = 1e-3, 1e9
-TIMEOUT = 1500
+TIMEOUT = 3600
 
 
 def with_links(device: DeviceInfo, factor: float) -> DeviceInfo:
@@ -152,9 +158,11 @@ def train_refining(
     )
     first = model.plan
     step = train_step(model, make_optimizer(model.parameters(), setting.training), batches)
-    losses, plans, peaks = [], [], []
+    losses, plans, peaks, seconds = [], [], [], []
     for index in range(steps):
+        begin = time.perf_counter()
         losses.append(step(index))
+        seconds.append(time.perf_counter() - begin)
         plans.append(model.plan)
         peaks.append(live.peak - before)
         live.start()
@@ -173,6 +181,7 @@ def train_refining(
         "ended": None if found is None else found.reason,
         "told": str(found),
         "predicted_seconds": model.plan.predicted.step_seconds,
+        "last_seconds": median(seconds[-LAST:]),
     }
 
 
@@ -216,9 +225,6 @@ def refine(
     )
     limit = int(low + FRACTION * (high - low))
     truth = setting.plan(device, limit)
-    found: dict[str, dict[str, Any]] = {}
-    for name, (believed, devices) in wrong_starts(setting, half, device, busy).items():
-        found[name] = train_refining(believed, devices, limit, batches, steps=steps)
     plans = {"truth": truth}
 
     def named(plan: Plan) -> str:
@@ -227,19 +233,37 @@ def refine(
         plans.setdefault(name, plan)
         return name
 
-    for each in found.values():
-        each["final"] = named(codec.from_json(Plan, each.pop("plan")))
-    for each in found.values():
-        first = codec.from_json(Plan, each.pop("first_plan"))
-        # Memory does not depend on links, but each plan needs those of its routes.
-        devices = basis_of(first).device
-        true = evaluate(first, setting.profile, devices, TRAINING, setting.model_desc)
-        each["first"] = named(first) if true.peak_bytes <= limit else "beyond the limit"
-    makers = {name: partial(prepare, setting, plan, batches) for name, plan in plans.items()}
-    finals = {each["final"] for each in found.values()}
-    turns = take_turns_until_narrow(makers, partial(_needed, finals), most_rounds=most_rounds)
+    starts, found = wrong_starts(setting, half, device, busy), dict[str, dict[str, Any]]()
+    left = list(starts)
+    for training in range(TRAININGS):
+        trained = {}
+        for start in left:
+            believed, devices = starts[start]
+            trained[start] = train_refining(believed, devices, limit, batches, steps=steps)
+        for each in trained.values():
+            each["final"] = named(codec.from_json(Plan, each.pop("plan")))
+        for each in trained.values():
+            first = codec.from_json(Plan, each.pop("first_plan"))
+            # Memory does not depend on links, but each plan needs those of its routes.
+            devices = basis_of(first).device
+            true = evaluate(first, setting.profile, devices, TRAINING, setting.model_desc)
+            each["first"] = named(first) if true.peak_bytes <= limit else "beyond the limit"
+        makers = {name: partial(prepare, setting, plan, batches) for name, plan in plans.items()}
+        finals = {each["final"] for each in trained.values()}
+        turns = take_turns_until_narrow(makers, partial(_needed, finals), most_rounds=most_rounds)
+        seen_elsewhere = [at_other_speed(each, turns.seconds) for each in trained.values()]
+        dist.broadcast_object_list(seen_elsewhere, 0)  # clocks of ranks differ
+        for each, elsewhere in zip(trained.values(), seen_elsewhere, strict=True):
+            each |= {"turns": turns.seconds, "trainings": training + 1, "at_other_speed": elsewhere}
+        found |= trained
+        left = [start for start in left if found[start]["at_other_speed"]]
     recorded = recorded_and_plain(setting, truth, batches)
-    return {"limit": limit, "starts": found, "seconds": turns.seconds, "recorded": recorded}
+    return {"limit": limit, "starts": found, "recorded": recorded}
+
+
+def at_other_speed(trained: Mapping[str, Any], seconds: Mapping[str, list[float]]) -> bool:
+    """Whether the last steps of a training took clearly more, or less, than in turns under the same plan."""
+    return not abs(trained["last_seconds"] / median(seconds[trained["final"]]) - 1) <= OTHER_SPEED
 
 
 def over_best(seconds: Mapping[str, list[float]], final: str) -> tuple[str, Ratio]:
@@ -282,14 +306,14 @@ def rows_of(case: str, *, steps: int, most_rounds: int) -> list[Row]:
 def row_of(case: str, name: str, ranks: list[dict[str, Any]], expected: float) -> Row:
     """One start, of what all ranks found."""
     first = ranks[0]
-    found = {key: value for key, value in first["starts"][name].items() if key != "losses"}
+    found = {key: value for key, value in first["starts"][name].items() if key not in ("losses", "turns")}
     loss = first["starts"][name]["losses"][COMPARED - 1]
     # Half of the batch was planned for: until the first switch that plan cannot keep the limit for all of it.
     switched = first["starts"][name]["peak_after"] is not None
     keys = ("peak_after",) if name == "batch doubled" and switched else ("peak_before", "peak_after")
     peaks = [rank["starts"][name][key] for rank in ranks for key in keys]
     peak = max((each for each in peaks if each is not None), default=None)
-    seconds = first["seconds"]
+    seconds = first["starts"][name]["turns"]
     best, ratio = over_best(seconds, found["final"])
     recorded = in_common(first["recorded"][RECORDED], first["recorded"][PLAIN])
     row: Row = {"name": f"{case}, {name}", "case": case, "limit": first["limit"]} | found
@@ -297,7 +321,7 @@ def row_of(case: str, name: str, ranks: list[dict[str, Any]], expected: float) -
         "best": best,
         "over_best": ratio.median,
         "interval": [ratio.low, ratio.high],
-        "too_noisy": not ratio.is_narrow,
+        "too_noisy": found["at_other_speed"] or not ratio.is_narrow,
         "loss_difference": abs(loss - expected) / abs(expected),
         "peak": peak,
         "over_limit": peak is not None and peak > first["limit"],

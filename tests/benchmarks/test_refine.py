@@ -4,7 +4,15 @@ from typing import Any
 
 import pytest
 
-from benchmarks.refine import _needed, over_best, summarize, with_compute, with_links
+from benchmarks.refine import (
+    OTHER_SPEED,
+    _needed,
+    at_other_speed,
+    over_best,
+    summarize,
+    with_compute,
+    with_links,
+)
 from benchmarks.support.candidates import given_device
 from benchmarks.support.timing import Ratio
 from osdp.hardware.profile import OptimizerProfile, PassProfile, Profile, SegmentProfile
@@ -37,6 +45,14 @@ def test_plans_are_timed_until_their_intervals_are_narrow() -> None:
     seconds = {"truth": [1.0] * 20, "a": [1.0] * 20, "slow": [2.0] * 20}
     assert _needed({"truth", "a", "slow"}, seconds) == set()
     assert _needed({"truth", "b"}, seconds | {"b": [0.9, 1.1] * 10}) == {"truth", "a", "b"}
+
+
+def test_a_training_on_a_machine_of_another_speed_is_told() -> None:
+    seconds = {"truth": [1.0, 1.1, 0.9], "a": [2.0]}
+    for factor, expected in ((1.0, False), (1 + 0.9 * OTHER_SPEED, False), (1.2, True), (0.8, True)):
+        assert at_other_speed({"final": "truth", "last_seconds": factor}, seconds) == expected
+    assert not at_other_speed({"final": "a", "last_seconds": 2.1}, seconds)
+    assert at_other_speed({"final": "a", "last_seconds": float("nan")}, seconds)
 
 
 def row(**changes: Any) -> dict[str, Any]:
