@@ -71,7 +71,7 @@ _FEWEST_SIZES = 3
 _FEWEST_STEPS = 2
 
 #: Increased with every change of what is measured, so that older cache files are not read.
-_METHOD = 5
+_METHOD = 6
 
 #: The one link that all ranks have fitted alike.
 _EVERYWHERE = ("world", "all_reduce")
@@ -229,7 +229,8 @@ def _measure_links(
                 for route, seen in samples.items()
             }
             by_route = with_mixed_route(timed)
-            attempts.append((fit_links(name, group.mesh.size(), by_route), by_route))
+            fitted = fit_links(name, group.mesh.size(), by_route, on_one_machine=group.on_one_machine)
+            attempts.append((fitted, by_route))
             if _worst_residual(attempts[-1][0]) <= DOUBTFUL_RESIDUAL:
                 break
         # What disturbs an attempt disturbs some sizes: times that fit a line best were disturbed least.

@@ -15,7 +15,9 @@ STEADY = 0.05
 NO_GROWTH = 2.0**60
 
 
-def fit(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float, float]:
+def fit(
+    sizes: Sequence[int], seconds: Sequence[float], *, largest_decides: bool = False
+) -> tuple[float, float, float]:
     """Latency, bandwidth and largest relative error of the line through ``seconds`` over ``sizes``.
 
     Minimises the sum of ``(latency + size / bandwidth - seconds) ** 2 / seconds`` over bandwidths that are
@@ -23,11 +25,20 @@ def fit(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float, f
     seen. Without that floor, large messages that take more than their share (caches, other programs) pull
     the latency down to nothing, and small units look free.
 
+    Args:
+        sizes: Bytes.
+        seconds: What they took.
+        largest_decides: Whether the largest decides the rate where it takes more than its share: a token
+            bucket lets the first bytes after a pause pass at once, of which many small messages have more.
+
     >>> latency, bandwidth, residual = fit([1000, 2000, 4000], [2.0, 3.0, 5.0])
     >>> round(latency, 9), round(bandwidth, 6), round(residual, 9)
     (1.0, 1000.0, 0.0)
     >>> round(fit([1000, 2000, 4000], [2.0, 3.0, 20.0])[0], 9)
     0.5
+    >>> latency, bandwidth, _ = fit([1, 1000, 2000, 4000], [1.0, 1.6, 3.0, 5.0], largest_decides=True)
+    >>> round(latency + 4000 / bandwidth, 9)
+    5.0
     """
     # Normal equations of a 2 x 2 system with the weights 1/t.
     aa = sum(1 / t for t in seconds)
@@ -42,6 +53,9 @@ def fit(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float, f
     floor = seconds[fast] - sizes[fast] * min(t / size for size, t in zip(sizes, seconds, strict=True))
     if latency < floor:
         latency, per_byte = floor, (b - floor * ab) / bb
+        if largest_decides:
+            largest = max(range(len(sizes)), key=lambda place: sizes[place])
+            per_byte = max(per_byte, (seconds[largest] - floor) / sizes[largest])
     if per_byte <= 0:
         # Time that does not grow with size is latency alone; a bandwidth must still be given.
         latency, per_byte = a / aa, 1 / NO_GROWTH
@@ -63,11 +77,23 @@ def with_mixed_route(by_route: Mapping[Route, dict[int, UnitTimes]]) -> dict[Rou
     return found
 
 
-def fit_links(group: str, size: int, by_route: Mapping[Route, dict[int, UnitTimes]]) -> list[Link]:
+def fit_links(
+    group: str, size: int, by_route: Mapping[Route, dict[int, UnitTimes]], *, on_one_machine: bool = True
+) -> list[Link]:
     """The three links of a group, in the order of ``COLLECTIVES``, by the route that a unit is fastest on.
 
     Of all ranks the backend's own collectives are kept as well: they are what FSDP2 uses without a plan.
+
+    Args:
+        group: Name of the group.
+        size: Number of its ranks.
+        by_route: Times of units of each size, by the route of their collectives.
+        on_one_machine: Whether messages stay inside one.
     """
+
+    def link(collective: str, route: Route, seen: Mapping[int, float]) -> Link:
+        return _fit_link(collective, group, size, route, seen, on_one_machine=on_one_machine)
+
     common = set.intersection(*(set(samples) for samples in by_route.values()))
 
     def total(route: Route) -> float:
@@ -76,9 +102,7 @@ def fit_links(group: str, size: int, by_route: Mapping[Route, dict[int, UnitTime
 
     fastest, first = min(by_route, key=total), next(iter(by_route))
     links = [
-        _fit_link(
-            collective, group, size, route, {b: getattr(times, name) for b, times in by_route[route].items()}
-        )
+        link(collective, route, {b: getattr(times, name) for b, times in by_route[route].items()})
         for collective, name, route in (
             ("all_gather", "unshard", fastest),
             ("reduce_scatter", "reduce", fastest),
@@ -88,19 +112,27 @@ def fit_links(group: str, size: int, by_route: Mapping[Route, dict[int, UnitTime
     if group == "world" and fastest is not first:
         own = by_route[first].items()
         reduce = {nbytes: times.reduce for nbytes, times in own}
-        links.append(_fit_link("reduce_scatter", group, size, first, reduce))
+        links.append(link("reduce_scatter", first, reduce))
         if fastest.gathers_by_exchange:
             gather = {nbytes: times.unshard for nbytes, times in own}
-            links.append(_fit_link("all_gather", group, size, first, gather))
+            links.append(link("all_gather", first, gather))
     return links
 
 
-def _fit_link(collective: str, group: str, size: int, route: Route, seen: Mapping[int, float]) -> Link:
+def _fit_link(
+    collective: str,
+    group: str,
+    size: int,
+    route: Route,
+    seen: Mapping[int, float],
+    *,
+    on_one_machine: bool,
+) -> Link:
     # A time that noise swallowed whole says nothing; where hardly any is left, all are next to nothing.
     left = {nbytes: seconds for nbytes, seconds in seen.items() if seconds > 0}
     if len(left) < 2:
         left = {nbytes: max(seconds, 1e-9) for nbytes, seconds in seen.items()}
-    latency, bandwidth, residual = fit(list(left), list(left.values()))
+    latency, bandwidth, residual = fit(list(left), list(left.values()), largest_decides=not on_one_machine)
     gathers = collective == "all_gather" and not route.in_two_steps
     by_exchange = route.gathers_by_exchange if gathers else route.by_exchange
     return Link(collective, group, size, latency, bandwidth, residual, by_exchange=by_exchange)

@@ -279,7 +279,7 @@ class Control:
         Raises:
             LockstepError: Another rank failed, or all wait, for different things, at two polls in a row.
         """
-        self._look_for_faults()
+        self.look_for_faults()
         if self._store.add("waiting", 0) < self.size:
             return None
         words = [self._read("waits", rank) for rank in range(self.size)]
@@ -292,7 +292,12 @@ class Control:
             )
         return words
 
-    def _look_for_faults(self) -> None:
+    def look_for_faults(self) -> None:
+        """Poll the store for faults of other ranks.
+
+        Raises:
+            LockstepError: There is one.
+        """
         told = self._store.add("faults", 0)
         if told == self._seen:
             return
@@ -307,7 +312,7 @@ class Control:
         deadline = time.monotonic() + _PATIENCE
         try:
             while time.monotonic() < deadline:
-                self._look_for_faults()
+                self.look_for_faults()
                 time.sleep(0.1)
         except LockstepError as found:
             return found

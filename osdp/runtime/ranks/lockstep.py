@@ -413,6 +413,7 @@ class Lockstep:
 
     def _different(self, mine: str) -> LockstepError:
         assert self._control is not None
+        self._control.look_for_faults()  # a rank that failed may be at its next pass
         said = self._control.gather(mine, "what the other ranks do")
         lines = "\n".join(f"  rank {rank} {text}" for rank, text in enumerate(said))
         return self._control.refuse(

@@ -116,6 +116,19 @@ def test_links_take_their_times() -> None:
     assert [link.bandwidth for link in links] == pytest.approx([1e9, 2e9, 4e9])
 
 
+def test_between_machines_the_largest_unit_decides_the_rate() -> None:
+    """A token bucket lets the first bytes after a pause pass at once: units seemed faster than the wire."""
+    rate, burst = 48e6, 2**18
+    seconds = {size: max(7e-4, (size - burst) / rate) for size in (2**10, 2**20, 2**21, 2**22)}
+    times = {size: UnitTimes(took, 0.0, took, took) for size, took in seconds.items()}
+    inside, between = (
+        fit_links("world", 2, {Route.FLAT: times}, on_one_machine=where)[0] for where in (True, False)
+    )
+    assert between.seconds(2**22) == pytest.approx(seconds[2**22])
+    assert inside.seconds(2**22) < 0.95 * seconds[2**22]
+    assert inside.latency == between.latency == pytest.approx(7e-4, rel=0.05)
+
+
 def test_the_backends_own_reduce_scatter_stays_known_beside_a_faster_exchange() -> None:
     slow = {b: UnitTimes(1e-3 + b / 1e9, 1e-4, 4e-3 + b / 1e9, 3e-3 + b / 4e9) for b in SIZES}
     fast = {b: UnitTimes(1e-3 + b / 1e9, 1e-4, 2e-3 + b / 2e9, 3e-3 + b / 4e9) for b in SIZES}

@@ -368,12 +368,13 @@ def fails_in_backward(_module: nn.Module, _args: object, output: torch.Tensor) -
     return result
 
 
-def one_fails(plan: str, hook: Callable[..., Any]) -> None:
+def one_fails(plan: str, hook: Callable[..., Any], steps_before: int = 1) -> None:
     """Rank 1 fails; rank 0 says so within seconds, and neither goes on with collectives half done."""
     net, _ = start(Dropped, plan)
     rank = dist.get_rank()
-    loss_of(net, range(DEPTH), 0, rank).backward()
-    net.zero_grad()
+    for step in range(steps_before):
+        loss_of(net, range(DEPTH), step, rank).backward()
+        net.zero_grad()
     block = net.blocks[2]  # type: ignore[index]
     handle = block.register_forward_hook(hook) if rank else None  # type: ignore[union-attr, operator]
     if handle is not None:
@@ -404,6 +405,13 @@ def one_dies(plan: str) -> None:
 def test_a_fault_on_one_rank_is_named_on_the_others(plan: str) -> None:
     for hook in (fails_in_forward, fails_in_backward):
         run_refused(one_fails, plan, hook)
+
+
+@pytest.mark.parametrize("plan", ["blocks", "sliced"])
+def test_a_fault_in_the_first_step_is_named_on_the_others(plan: str) -> None:
+    """The rank that failed began its next forward, and the other, which asked for its turn, met it there."""
+    for hook in (fails_in_forward, fails_in_backward):
+        run_refused(one_fails, plan, hook, 0)
 
 
 @pytest.mark.parametrize("backend", ["cpu:gloo", "undefined"])
