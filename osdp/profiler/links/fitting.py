@@ -54,8 +54,8 @@ def fit(
     if latency < floor:
         latency, per_byte = floor, (b - floor * ab) / bb
         if largest_decides:
-            largest = max(range(len(sizes)), key=lambda place: sizes[place])
-            per_byte = max(per_byte, (seconds[largest] - floor) / sizes[largest])
+            size, took = max(zip(sizes, seconds, strict=True))
+            per_byte = max(per_byte, (took - floor) / size)
     if per_byte <= 0:
         # Time that does not grow with size is latency alone; a bandwidth must still be given.
         latency, per_byte = a / aa, 1 / NO_GROWTH
