@@ -98,8 +98,12 @@ def profile_matrices(
         steps = _run_together(orthogonalized, device, seconds / 2, mesh)
         taken.append(trimmed_mean(steps))
         flops.append(free.seconds(shape))
-    per_flop = max(0.0, (taken[1] - taken[0]) / (flops[1] - flops[0]))
-    return MatrixProfile(max(0.0, taken[0] - per_flop * flops[0]), per_flop)
+    (small, large), (few, many) = taken, flops
+    if small >= large:
+        # Another process held it up. A matrix of any size must not cost the same: all counts as products.
+        return MatrixProfile(0.0, large / many)
+    per_flop = (large - small) / (many - few)
+    return MatrixProfile(max(0.0, small - per_flop * few), per_flop)
 
 
 def cached_optimizer(
