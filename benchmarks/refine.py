@@ -69,8 +69,9 @@ STEPS = 44
 LAST, OTHER_SPEED, TRAININGS = 10, 0.1, 3
 #: Plans that are slower than the fastest by more than this part after the first rounds are not the best.
 SLOWER = 0.05
-#: Steps of one model in turns, and how many of each.
-PLAIN, RECORDED, RECORDED_ROUNDS = "plain", "recorded", 24
+#: Steps of one model in turns; how many of each at least and at most, and about how long all take.
+PLAIN, RECORDED = "plain", "recorded"
+LEAST_RECORDED, MOST_RECORDED, RECORDED_SECONDS = 24, 240, 20.0
 #: The loss is compared after so many steps, later than the last switch.
 COMPARED = 30
 LOSS_TOLERANCE = 1e-3
@@ -206,7 +207,10 @@ def recorded_and_plain(
         recorder.close()
 
     programs = {PLAIN: lambda: step(0), RECORDED: recorded}
-    return alternate(programs, rounds=RECORDED_ROUNDS, warmup=2, synchronize=dist.barrier)
+    # Steps of 28 ms differ from each other by more than recording costs: 24 of them tell nothing.
+    rounds = int(RECORDED_SECONDS / len(programs) / plan.predicted.step_seconds)
+    rounds = min(max(rounds, LEAST_RECORDED), MOST_RECORDED)
+    return alternate(programs, rounds=rounds, warmup=2, synchronize=dist.barrier)
 
 
 def refine(
