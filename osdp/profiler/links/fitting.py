@@ -53,9 +53,9 @@ def fit(
     floor = seconds[fast] - sizes[fast] * min(t / size for size, t in zip(sizes, seconds, strict=True))
     if latency < floor:
         latency, per_byte = floor, (b - floor * ab) / bb
-        if largest_decides:
-            size, took = max(zip(sizes, seconds, strict=True))
-            per_byte = max(per_byte, (took - floor) / size)
+    if largest_decides:
+        size, took = max(zip(sizes, seconds, strict=True))
+        per_byte = max(per_byte, (took - latency) / size)
     if per_byte <= 0:
         # Time that does not grow with size is latency alone; a bandwidth must still be given.
         latency, per_byte = a / aa, 1 / NO_GROWTH

@@ -129,6 +129,15 @@ def test_between_machines_the_largest_unit_decides_the_rate() -> None:
     assert inside.latency == between.latency == pytest.approx(7e-4, rel=0.05)
 
 
+def test_the_largest_unit_decides_above_the_least_latency_as_well() -> None:
+    sizes, seconds = (1, 1000, 2000, 4000), (1.0, 2.8, 3.2, 6.0)
+    least = seconds[0] - seconds[3] / sizes[3]
+    for decides in (False, True):
+        latency, bandwidth, _ = fit(sizes, seconds, largest_decides=decides)
+        assert latency > least
+        assert (latency + sizes[3] / bandwidth == pytest.approx(seconds[3])) is decides
+
+
 def test_the_backends_own_reduce_scatter_stays_known_beside_a_faster_exchange() -> None:
     slow = {b: UnitTimes(1e-3 + b / 1e9, 1e-4, 4e-3 + b / 1e9, 3e-3 + b / 4e9) for b in SIZES}
     fast = {b: UnitTimes(1e-3 + b / 1e9, 1e-4, 2e-3 + b / 2e9, 3e-3 + b / 4e9) for b in SIZES}
