@@ -12,6 +12,7 @@ import torch
 from examples.text_data import Corpus
 from examples.training_run import Run, Settings
 from osdp.report.plan_table import RunRow, comparison_table
+from osdp.text import format_bytes
 
 if TYPE_CHECKING:
     from examples.run_planning import Planning
@@ -30,7 +31,6 @@ class Results:
         planning: The plan and the predictions, if something was planned.
         runs: By strategy.
         reference: The run in a single process, if it was asked for.
-        peaks: Measured peak bytes on the worst process, by strategy.
         limit: Memory limit per device, if there is one.
     """
 
@@ -39,7 +39,6 @@ class Results:
     planning: "Planning | None"
     runs: dict[str, Run]
     reference: Run | None
-    peaks: dict[str, int]
     limit: int | None
 
     def difference(self, run: Run) -> float | None:
@@ -64,6 +63,9 @@ class Results:
                 found.append(f"{name}'s losses differ from the single process's by {difference:.1e}")
             if not run.held_out_loss < entropy:
                 found.append(f"{name}'s held-out loss {run.held_out_loss:.4f} is not below {entropy:.4f}")
+            peak = run.peak_bytes
+            if name == "OSDP" and None not in (peak, self.limit) and peak > self.limit:
+                found.append(f"OSDP took {format_bytes(peak)}, the limit is {format_bytes(self.limit)}")
         return found
 
 
@@ -111,7 +113,7 @@ def _row(results: Results, name: str, run: Run) -> RunRow:
         samples=results.settings.samples,
         step_seconds=run.step_seconds,
         predicted_seconds=predicted.step_seconds if predicted else None,
-        peak_bytes=results.peaks.get(name),
+        peak_bytes=run.peak_bytes,
         predicted_peak=predicted.peak_bytes if predicted else None,
         first_loss=run.losses[0],
         last_loss=run.losses[-1],

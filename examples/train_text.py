@@ -9,7 +9,6 @@ import argparse
 import os
 import sys
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from examples import run_report, stage_options, text_model
 from examples.text_data import Corpus
 from examples.text_model import Size, Wrap
-from examples.training_run import Part, Run, Settings, peak_on_cpu, train
+from examples.training_run import Part, Run, Settings, train
 from osdp.integrations.paper_options import GROUP_TYPES, gen_fsdp_args
 from osdp.plan.dims import ParallelDims
 from osdp.text import parse_bytes
@@ -46,10 +45,9 @@ def main() -> None:
         for name in options.strategies
     }
     reference = single_process(settings, corpus, part) if options.reference else None
-    peaks = measured_peaks(runs, planning, settings, corpus, part, layout)
     if part.rank == 0:
         limit = planning.plan.memory_limit if planning else options.memory_limit
-        results = run_report.Results(settings, corpus, planning, runs, reference, peaks, limit)
+        results = run_report.Results(settings, corpus, planning, runs, reference, limit)
         print(run_report.text(results))
         if options.json:
             run_report.save(results, options.json)
@@ -214,31 +212,6 @@ def single_process(settings: Settings, corpus: Corpus, part: Part) -> Run | None
         )
     dist.barrier()
     return run
-
-
-def measured_peaks(
-    runs: dict[str, Run],
-    planning: "Planning | None",
-    settings: Settings,
-    corpus: Corpus,
-    part: Part,
-    layout: ParallelDims | None,
-) -> dict[str, int]:
-    """Peak bytes of each strategy on the worst process; ends the process group on CPU."""
-    if part.device.type == "cuda":
-        peaks = torch.tensor([run.peak_bytes for run in runs.values()], device=part.device)
-        dist.all_reduce(peaks, dist.ReduceOp.MAX)
-        return dict(zip(runs, peaks.tolist(), strict=True))
-    leave()
-    if part.rank > 0:
-        return {}
-    return {
-        name: max(
-            peak_on_cpu(partial(wrap_of, name, planning, part), settings, corpus, played, run.message_specs)
-            for played in part_of(name, part, layout).worst
-        )
-        for name, run in runs.items()
-    }
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
 import gc
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from contextlib import suppress
+from dataclasses import dataclass
 from statistics import median
 from typing import Any, cast
 
@@ -14,13 +15,11 @@ from numpy.typing import NDArray
 from torch import nn
 from tqdm import tqdm
 
-from benchmarks.support.memory_oracle import Step, fake_group, measure_peak
+from benchmarks.support.live_bytes import LiveBytes
 from examples.text_data import Corpus, batch, masked
 from examples.text_model import Size, Wrap, build
 from osdp.integrations.huggingface import causal_lm_loss, masked_lm_loss
 from osdp.plan.dims import ParallelDims
-from osdp.runtime.pipeline.messenger import MessageSpecs
-from osdp.runtime.steps import StepRunner
 
 #: Token ids and labels, each of shape ``(samples, length)``.
 Inputs = dict[str, torch.Tensor]
@@ -72,14 +71,6 @@ class Part:
             return self.rank, self.world_size
         return self.rank // self.layout.tp % self.layout.dp, self.layout.dp
 
-    @property
-    def worst(self) -> "tuple[Part, ...]":
-        """The processes of which one has the highest peak: the first of each stage."""
-        if self.layout is None:
-            return (replace(self, rank=0),)
-        ranks = range(0, self.world_size, self.layout.dp * self.layout.tp)
-        return tuple(replace(self, rank=rank) for rank in ranks)
-
 
 @dataclass(frozen=True, slots=True)
 class Run:
@@ -89,59 +80,35 @@ class Run:
         losses: Mean training loss of each step over the global batch, nats per byte.
         held_out_loss: The same after training on text that was never trained on.
         step_seconds: Median time of a step after warm-up.
-        peak_bytes: Peak of this process's device allocator over the run; 0 where that is not counted (CPU).
-        message_specs: Shapes of what stages sent each other, over all processes.
+        peak_bytes: Most bytes of a step beyond what was alive before the run, in the median, on the process
+            that takes the most; ``None`` where nothing counts them.
     """
 
     losses: tuple[float, ...]
     held_out_loss: float
     step_seconds: float
-    peak_bytes: int
-    message_specs: MessageSpecs = field(default_factory=dict)
+    peak_bytes: int | None
 
 
 def train(name: str, wrap: Wrap, settings: Settings, corpus: Corpus, part: Part) -> Run:
     """Build the model from the seed, wrap it, train it and evaluate it."""
-    _reset_peak(part.device)
+    memory = _Memory(part.device)
     model = wrap(build(settings.size, settings.seed))
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate)
-    losses, seconds = [], []
+    losses, seconds, peaks = [], [], []
     for step in tqdm(range(settings.steps), desc=name, disable=part.rank > 0 or None, leave=False):
         inputs = _share(corpus.train, settings, part, settings.seed, step)
         _warm_up(optimizer, settings, step)
+        memory.start_step()
         start = time.perf_counter()
         losses.append(_step(model, optimizer, inputs, part))
         _synchronise(part.device)
         seconds.append(time.perf_counter() - start)
+        peaks.append(memory.peak)
     timed = seconds[WARMUP_STEPS:] or seconds
-    peak = torch.cuda.max_memory_allocated() if part.device.type == "cuda" else 0
     held_out = _evaluate(model, settings, corpus, part)
     mean = _mean(held_out, part, whole=True)[0]
-    return Run(_mean(losses, part), mean, median(timed), peak, _message_specs(model, part))
-
-
-def peak_on_cpu(
-    make_wrap: Callable[[], Wrap], settings: Settings, corpus: Corpus, part: Part, message_specs: MessageSpecs
-) -> int:
-    """Peak of live tensor bytes on one rank, in a step under a group that moves no data.
-
-    The events of a real gloo group do not add up, so this needs a pass of its own, after all process groups
-    are gone. Stages are told the shapes of their ``message_specs``, which do not arrive either.
-    """
-    wrap: Wrap
-
-    def build_step() -> Step:
-        model = wrap(build(settings.size, settings.seed))
-        if part.layout is not None:
-            _steps(model).message_specs.update(message_specs)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate)
-        inputs = _share(corpus.train, settings, part, settings.seed, 0)
-        return lambda: _step(model, optimizer, inputs, part)
-
-    with fake_group(part.world_size, part.rank):
-        # A mesh stays in torch's own cache, so it is made before anything is counted.
-        wrap = make_wrap()
-        return measure_peak(build_step).peak
+    return Run(_mean(losses, part), mean, median(timed), _worst_peak(peaks[WARMUP_STEPS:] or peaks, part))
 
 
 def _step(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Inputs, part: Part) -> torch.Tensor:
@@ -161,19 +128,6 @@ def _apart(model: nn.Module, inputs: Inputs) -> tuple[Inputs, torch.Tensor, Call
     """What a model in stages is trained with: the inputs, the labels and their loss."""
     loss_fn = masked_lm_loss if cast(Any, model).config.model_type == "bert" else causal_lm_loss
     return {"input_ids": inputs["input_ids"]}, inputs["labels"], loss_fn
-
-
-def _steps(model: nn.Module) -> StepRunner:
-    found: StepRunner = cast(Any, model)._steps
-    return found
-
-
-def _message_specs(model: nn.Module, part: Part) -> MessageSpecs:
-    if part.layout is None:
-        return {}
-    gathered: list[MessageSpecs] = [{} for _ in range(part.world_size)]
-    dist.all_gather_object(gathered, _steps(model).message_specs)
-    return {kind: shape for specs in gathered for kind, shape in specs.items()}
 
 
 def _clip(model: nn.Module) -> None:
@@ -229,7 +183,40 @@ def _synchronise(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
-def _reset_peak(device: torch.device) -> None:
-    if device.type == "cuda":
+class _Memory:
+    """Peaks of steps, beyond what is alive when this is made.
+
+    On CPUs that is what the process itself counts, gloo's buffers included, if it was started as
+    ``scripts/launch.sh`` does.
+    """
+
+    def __init__(self, device: torch.device) -> None:
         gc.collect()  # the model of the run before
-        torch.cuda.reset_peak_memory_stats()
+        self._on_cuda, self._live = device.type == "cuda", None
+        if not self._on_cuda:
+            with suppress(RuntimeError):
+                self._live = LiveBytes()
+        self._before = torch.cuda.memory_allocated() if self._on_cuda else self._live.now if self._live else 0
+
+    def start_step(self) -> None:
+        if self._on_cuda:
+            torch.cuda.reset_peak_memory_stats()
+        elif self._live is not None:
+            self._live.start()
+
+    @property
+    def peak(self) -> int | None:
+        """Bytes, since the last :meth:`start_step`; ``None`` if nobody counts them."""
+        if self._on_cuda:
+            return torch.cuda.max_memory_allocated() - self._before
+        return None if self._live is None else self._live.peak - self._before
+
+
+def _worst_peak(peaks: list[int | None], part: Part) -> int | None:
+    known = [peak for peak in peaks if peak is not None]
+    if not known:
+        return None
+    worst = torch.tensor([round(median(known))], device=part.device)
+    if part.world_size > 1:
+        dist.all_reduce(worst, dist.ReduceOp.MAX)
+    return int(worst)

@@ -15,6 +15,9 @@ launch() {
     # their messages may wait for the scheduler's next tick. It changes nothing where GPUs compute.
     local batch=()
     if chrt --batch 0 true 2>/dev/null; then batch=(chrt --batch 0); fi
+    # CPU memory is counted by a library in front of the allocator; without a C compiler no peaks are told.
+    local counter=""
+    counter="$(python -m benchmarks.support.live_bytes)" || true
     # One thread per process unless told otherwise: processes share the cores.
     # Kineto and the allocator would comment on each memory measurement.
     # On GPUs blocks are as large as what is asked for; by default each large one may be up to 1 MiB larger.
@@ -22,6 +25,6 @@ launch() {
     PYTORCH_ALLOC_CONF="${PYTORCH_ALLOC_CONF:-expandable_segments:True}" \
         OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" KINETO_LOG_LEVEL=99 TORCH_CPP_LOG_LEVEL=ERROR \
         MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=1099511627776 MALLOC_TOP_PAD_=67108864 \
-        GLIBC_TUNABLES="${GLIBC_TUNABLES:-glibc.malloc.hugetlb=1}" \
+        LD_PRELOAD="$counter${LD_PRELOAD:+:$LD_PRELOAD}" GLIBC_TUNABLES="${GLIBC_TUNABLES:-glibc.malloc.hugetlb=1}" \
         ${batch[@]+"${batch[@]}"} torchrun "${where[@]}" --nproc-per-node "${NPROC:-$(num_processes)}" -m examples.train_text "$@"
 }

@@ -1,7 +1,8 @@
 """Spread: how far the figures that a step is simulated from may be off, and what that leaves open.
 
 Each link has the largest error of its line over the measured sizes (``Link.residual``), each profile the
-spread of its runs (``Profile.spread``, ``OptimizerProfile.spread``). Errors of the links move plans against
+spread of its runs (``Profile.spread``, ``OptimizerProfile.spread``), and devices that of what is hidden and
+of hooks (``DeviceInfo.overlap_spread``, ``overhead_spread``). Errors of the links move plans against
 each other: one collective may take longer or shorter than the others and compute, or small messages may and
 large ones do the opposite. To tell plans apart a step is simulated at the end of each of these errors; how
 far it may be off by itself is told by the ends at which all errors point the same way.
@@ -13,7 +14,7 @@ from dataclasses import replace
 from osdp.cost.sharding.problem import ShardingProblem, with_links
 from osdp.cost.sharding.simulate import StepEstimate, simulate_units
 from osdp.cost.sharding.solution import ShardingSolution, solution_root
-from osdp.hardware.device_info import COLLECTIVES, DeviceInfo, Link
+from osdp.hardware.device_info import COLLECTIVES, OVERHEADS, OVERLAPS, DeviceInfo, Link
 
 #: How many times as fast as measured links may be beside compute, of which no error is told: compute of one
 #: model took 0.13 to 0.21 s in three starts on one machine.
@@ -62,15 +63,28 @@ def with_faster_links(problem: ShardingProblem) -> ShardingProblem:
 def step_spread(problem: ShardingProblem, found: ShardingSolution) -> float:
     """How far the seconds of a step may be off at most, relative to them; 0 where no error is known.
 
-    All links at the same end of their errors, and all of compute and of the optimizer step at that of theirs.
+    All links, overlaps and overheads at the same end of their errors, and all of compute and of the optimizer
+    step at that of theirs.
     """
     own, profile, device = found.outcome, problem.profile, problem.device
-    links = 0.0
-    if any(link.residual for link in device.links):
-        ends = [with_links(problem, _moved(device, 0.0, COLLECTIVES, sign, sign)) for sign in (1, -1)]
-        links = max(abs(simulate_at(end, found).seconds - own.seconds) for end in ends)
+    communication = 0.0
+    if device.overlap_spread or device.overhead_spread or any(link.residual for link in device.links):
+        ends = [with_links(problem, _at_end(device, sign)) for sign in (1, -1)]
+        communication = max(abs(simulate_at(end, found).seconds - own.seconds) for end in ends)
     spread = own.compute_seconds * profile.spread + own.optimizer_seconds * profile.optimizer.spread
-    return (links + spread) / own.seconds
+    return (communication + spread) / own.seconds
+
+
+def _at_end(device: DeviceInfo, sign: int) -> DeviceInfo:
+    """The devices on which all communication takes as long as it may (1), or as little (-1)."""
+    more, hidden = 1 + sign * min(device.overhead_spread, 1.0), sign * device.overlap_spread
+    overheads = {name: more * getattr(device, name) for name in OVERHEADS}
+    overlaps = {
+        name: min(1.0, max(0.0, value - hidden))
+        for name in OVERLAPS
+        if (value := getattr(device, name)) is not None
+    }
+    return replace(_moved(device, 0.0, COLLECTIVES, sign, sign), **overheads, **overlaps)
 
 
 def simulate_at(problem: ShardingProblem, found: ShardingSolution) -> StepEstimate:

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
 
+#: What is hidden of a collective and of compute beside it, and what hooks take.
+OVERLAPS = ("overlap", "mixed_overlap", "compute_overlap")
+OVERHEADS = ("unit_overhead", "parameter_overhead", "gradient_overhead", "pass_overhead")
+
 #: From this relative error on, measured times of a link are too far from its line to be relied on.
 DOUBTFUL_RESIDUAL = 0.3
 
@@ -131,6 +135,7 @@ class DeviceInfo(Savable):
             the same value.
         compute_overlap: Part of the compute beside a longer asynchronous collective that does not slow the
             collective down, from 0 to 1: on CPUs both need the cores.
+        overlap_spread: How far these three may be off: half the range between the quartiles of their runs.
         unit_overhead: Seconds of hooks per sharded unit and pass, beyond its collectives.
         parameter_overhead: Seconds that an ``all_gather`` or ``reduce_scatter`` of a sharded unit takes for
             each parameter in it, which is viewed and copied by itself, beyond what ``links`` say.
@@ -138,6 +143,7 @@ class DeviceInfo(Savable):
             copy into its bucket and the all-reduce.
         pass_overhead: Seconds per forward and backward that a model under a plan takes beyond all of these.
             Of accelerators all four are the host's time, during which they work through what is queued.
+        overhead_spread: How far these four may be off, relative to them; likewise.
         copy_bandwidth: Bytes per second of a copy inside the device, while all devices copy.
         copy_alone: The same while no other device of the machine copies; 0 if it was not measured.
         flops: Floating-point operations per second, for estimated profiles; 0 if unknown.
@@ -166,10 +172,12 @@ class DeviceInfo(Savable):
     overlap: float = 0.0
     mixed_overlap: float | None = None
     compute_overlap: float = 1.0
+    overlap_spread: float = 0.0
     unit_overhead: float = 0.0
     parameter_overhead: float = 0.0
     gradient_overhead: float = 0.0
     pass_overhead: float = 0.0
+    overhead_spread: float = 0.0
     copy_bandwidth: float = 1e10
     copy_alone: float = 0.0
     flops: float = 0.0
@@ -202,7 +210,7 @@ class DeviceInfo(Savable):
         ]
         faults += [
             f"{name} must be finite and not negative, got {value}"
-            for name in ("unit_overhead", "parameter_overhead", "gradient_overhead", "pass_overhead")
+            for name in (*OVERHEADS, "overhead_spread", "overlap_spread")
             if not 0 <= (value := getattr(self, name)) < math.inf
         ]
         if not 0 < self.copy_bandwidth < math.inf:
@@ -222,7 +230,7 @@ class DeviceInfo(Savable):
             faults.append(f"contention must be at least 1, got {self.contention}")
         faults += [
             f"{name} must lie in 0..1, got {value}"
-            for name in ("overlap", "mixed_overlap", "compute_overlap")
+            for name in OVERLAPS
             if (value := getattr(self, name)) is not None and not 0 <= value <= 1
         ]
         faults += [

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks.support.live_bytes import preload
 from examples import check_demo, train_text
 from examples.run_report import Results, save, text
 from examples.stage_options import stages_of
@@ -119,7 +121,7 @@ def results(losses: tuple[float, ...], held_out: float, reference: tuple[float, 
     runs = {"FSDP2": Run(losses, held_out, 0.5, 0)}
     single = Run(reference, held_out, 0.5, 0) if reference else None
     settings = Settings(Size(1, 16, 2, 8), samples=4, steps=len(losses), learning_rate=1e-3, seed=0)
-    return Results(settings, Corpus("x", text_bytes, text_bytes), None, runs, single, {"FSDP2": 2**20}, None)
+    return Results(settings, Corpus("x", text_bytes, text_bytes), None, runs, single, None)
 
 
 @pytest.mark.parametrize(
@@ -150,6 +152,15 @@ def test_a_wrong_run_is_a_fault_and_fails_the_demo(
             check_demo.main()
         assert fault in str(caught.value.code)
         assert "\n" not in str(caught.value.code)
+
+
+def test_more_than_the_limit_is_a_fault() -> None:
+    found = results((2.0, 1.0), 1.0, None)
+    (run,) = found.runs.values()
+    for peak, is_fault in ((2**20, False), (2**20 + 1, True), (None, False)):
+        over = replace(found, runs={"OSDP": replace(run, peak_bytes=peak)}, limit=2**20)
+        assert bool(over.faults()) is is_fault
+    assert replace(over, runs={"FSDP2": replace(run, peak_bytes=2**21)}).faults() == []
 
 
 def test_the_report_shows_each_run_and_the_entropy() -> None:
@@ -227,6 +238,7 @@ def started(folder: Path) -> dict[str, Any]:
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     strategies = ["--strategies", "OSDP", "FSDP2", "DDP", "--memory-fraction", "0.5"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "KINETO_LOG_LEVEL": "99"}
+    environment |= preload()
     done = subprocess.run(
         [
             sys.executable,
@@ -284,7 +296,7 @@ def test_bert_trains_in_groups_like_a_single_process(groups: str, tmp_path: Path
     saved = train_in_ranks(tmp_path / "results.json", *flags)
     (row,) = saved["rows"]
     assert row["losses"] == pytest.approx(saved["reference_losses"], abs=1e-4)
-    assert row["peak_bytes"] > 0
+    assert row["peak_bytes"] is None and row["predicted_peak"] > 0  # nothing counts in these ranks
 
 
 def stages(monkeypatch: pytest.MonkeyPatch, flags: str, processes: int) -> ParallelDims | None:
@@ -344,7 +356,6 @@ def test_flags_that_do_not_fit_are_refused_together(
 def test_processes_of_one_pipeline_and_layer_take_the_same_samples() -> None:
     parts = [Part(rank, 8, torch.device("cpu"), ParallelDims(2, 2, 2)) for rank in range(8)]
     assert [part.share for part in parts] == [(0, 2), (0, 2), (1, 2), (1, 2)] * 2
-    assert [part.rank for part in parts[5].worst] == [0, 4]
     assert Part(3, 8, torch.device("cpu")).share == (3, 8)
 
 
@@ -393,4 +404,4 @@ def test_stages_train_like_a_single_process(tmp_path: Path) -> None:
     saved = train_in_ranks(tmp_path / "results.json", *flags)
     (row,) = saved["rows"]
     assert row["losses"] == pytest.approx(saved["reference_losses"], abs=1e-4)
-    assert row["peak_bytes"] == pytest.approx(row["predicted_peak"], rel=0.3)
+    assert row["predicted_peak"] > 0

@@ -3,6 +3,9 @@
 The profiler's memory events lose what gloo's threads free, and the ``fake`` group has no buffers of a
 backend. So the ranks of a measurement are started with a small library in front of the allocator
 (``counter.c``), which counts every aligned block: tensors, oneDNN's workspace and gloo's copies alike.
+Shell scripts start theirs with what this prints::
+
+    LD_PRELOAD="$(python -m benchmarks.support.live_bytes)" torchrun ...
 """
 
 import ctypes
@@ -103,3 +106,10 @@ def peaks_of_steps(build_step: Callable[[], Callable[[], object]], *, warmup: in
         step()
         peaks.append(live.peak - before)
     return peaks
+
+
+if __name__ == "__main__":
+    try:
+        print(_library())
+    except NoCompilerError as error:
+        raise SystemExit(f"peaks of CPU memory will not be measured: {error}") from error

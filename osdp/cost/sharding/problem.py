@@ -225,22 +225,7 @@ def build_problem(
             model_desc,
             profile.local_batch,
         ),
-        settings=StepSettings(
-            # On one device FSDP2 has no streams for its copies.
-            blocking=device.blocking or device.world_size == 1,
-            scales=device.blocking and device.world_size > 1,
-            issues=not device.blocking,
-            overlap=device.overlap,
-            mixed_overlap=device.overlap if device.mixed_overlap is None else device.mixed_overlap,
-            compute_overlap=device.compute_overlap,
-            unit_overhead=device.unit_overhead,
-            gradient_overhead=device.gradient_overhead,
-            pass_overhead=device.pass_overhead,
-            agreement=_agreement(device),
-            copy_bandwidth=device.copy_bandwidth,
-            microbatches=training.microbatches,
-            reduce_each=reduce_each or training.microbatches == 1,
-        ),
+        settings=_settings(device, training.microbatches, reduce_each or training.microbatches == 1),
         device=device,
         training=training,
         stepped=stepped,
@@ -277,7 +262,7 @@ def _rows_of(operator: Operator, model_desc: ModelDesc) -> int:
 
 
 def with_links(problem: ShardingProblem, device: DeviceInfo) -> ShardingProblem:
-    """The same step on the same devices with other times of the same links."""
+    """The same step on the same devices with other times of the same links, other overlaps and overheads."""
     first, *others = (
         over_group(costs, problem.timeline.chain, problem.stepped, group)
         for costs, group in zip(problem.costs.by_group, shard_groups_of(device), strict=True)
@@ -286,13 +271,28 @@ def with_links(problem: ShardingProblem, device: DeviceInfo) -> ShardingProblem:
         problem,
         device=device,
         costs=replace(first, others=tuple(others)),
-        settings=replace(problem.settings, agreement=_agreement(device)),
+        settings=_settings(device, problem.settings.microbatches, problem.settings.reduce_each),
     )
 
 
-def _agreement(device: DeviceInfo) -> float:
-    # Of accelerators the host waits for a gloo group of its own, whose latency is not known.
-    return device.link("all_reduce").latency if device.blocking else 0.0
+def _settings(device: DeviceInfo, microbatches: int, reduce_each: bool) -> StepSettings:
+    return StepSettings(
+        # On one device FSDP2 has no streams for its copies.
+        blocking=device.blocking or device.world_size == 1,
+        scales=device.blocking and device.world_size > 1,
+        issues=not device.blocking,
+        overlap=device.overlap,
+        mixed_overlap=device.overlap if device.mixed_overlap is None else device.mixed_overlap,
+        compute_overlap=device.compute_overlap,
+        unit_overhead=device.unit_overhead,
+        gradient_overhead=device.gradient_overhead,
+        pass_overhead=device.pass_overhead,
+        # Of accelerators the host waits for a gloo group of its own, whose latency is not known.
+        agreement=device.link("all_reduce").latency if device.blocking else 0.0,
+        copy_bandwidth=device.copy_bandwidth,
+        microbatches=microbatches,
+        reduce_each=reduce_each,
+    )
 
 
 def cost_root(

@@ -71,7 +71,7 @@ _FEWEST_SIZES = 3
 _FEWEST_STEPS = 2
 
 #: Increased with every change of what is measured, so that older cache files are not read.
-_METHOD = 7
+_METHOD = 8
 
 #: The one link that all ranks have fitted alike.
 _EVERYWHERE = ("world", "all_reduce")
@@ -165,7 +165,7 @@ def _measure_groups(
     # On accelerators collectives do not hold up compute, so the link's own accounts say what shares it.
     if where.type == "cpu":
         mixed, beside_compute = probe.mixed_overlap(), probe.compute_overlap()
-    gradient_hooks, pass_hooks = measure_hooks(groups["world"].mesh, where, timing)
+    gradient_hooks, pass_hooks, hooks_spread = measure_hooks(groups["world"].mesh, where, timing)
     parameters = measure_parameters(groups["world"].mesh, where, timing)
     links = [without_parameters(link, parameters) for link in links]
     own = [measure_flops(where), measure_copy(where, world)]
@@ -186,10 +186,12 @@ def _measure_groups(
         overlap=overlap,
         mixed_overlap=min(overlap, mixed),
         compute_overlap=beside_compute,
+        overlap_spread=probe.spread,
         unit_overhead=unit_overhead,
         parameter_overhead=parameters,
         gradient_overhead=gradient_hooks,
         pass_overhead=pass_hooks,
+        overhead_spread=hooks_spread,
         copy_bandwidth=copy,
         copy_alone=max(copy, copy_alone),
         flops=flops,
@@ -493,13 +495,14 @@ def _affordable_bytes(all_reduce: Link) -> int:
 
 def _measure_single(limit: int, device: torch.device, world: DeviceMesh | None) -> DeviceInfo:
     copy = measure_copy(device)
-    gradient_hooks, pass_hooks = 0.0, 0.0
+    gradient_hooks, pass_hooks, hooks_spread = 0.0, 0.0, 0.0
     # Where a host issues kernels that are short, what it does beside that takes as long as it does it.
     if device.type != "cpu" and world is not None:
-        gradient_hooks, pass_hooks = measure_hooks(world, device, WALL_CLOCK)
+        gradient_hooks, pass_hooks, hooks_spread = measure_hooks(world, device, WALL_CLOCK)
     return DeviceInfo(
         gradient_overhead=gradient_hooks,
         pass_overhead=pass_hooks,
+        overhead_spread=hooks_spread,
         memory_limit=limit,
         kind=device_kind(device),
         copy_bandwidth=copy,

@@ -1,7 +1,7 @@
 """Measured overlap: what an asynchronous all-reduce and backward-like compute hide of each other."""
 
 from collections.abc import Callable, Sequence
-from statistics import median
+from statistics import median, quantiles
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,9 @@ class OverlapProbe:
         nbytes: Bytes reduced.
         timing: How it is timed.
         repeats: Number of samples.
+
+    Attributes:
+        spread: Half the range between the quartiles of the samples, of the method where it is widest.
     """
 
     def __init__(
@@ -46,6 +49,7 @@ class OverlapProbe:
     ) -> None:
         self._group, self._device, self._timing, self._repeats = group, device, timing, repeats
         self._bucket = torch.zeros(nbytes // 4, dtype=torch.float32, device=device)
+        self.spread = 0.0
 
     def overlap(self) -> float:
         """Measure the fraction of the all-reduce that longer compute hides.
@@ -111,6 +115,8 @@ class OverlapProbe:
     ) -> float:
         """The part of ``hidden`` behind ``long``; a round's runs are under like conditions."""
         rounds = self._time((long, hidden, both), self._repeats)
+        low, _, high = quantiles((hidden_part(*each) for each in rounds), n=4, method="inclusive")
+        self.spread = max(self.spread, (high - low) / 2)
         return hidden_part(*map(self._timing.typical, zip(*rounds, strict=True)))
 
     def _time(self, runs: Sequence[Callable[[], None]], repeats: int) -> list[list[float]]:

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from osdp.model.training import Training
 from osdp.plan.plan import Plan, StagePlan
 from osdp.plan.sharding import Decision, Mode, Prediction, ShardingPlan, Unit
-from osdp.profiler.links.timing import Timing, time_run
+from osdp.profiler.links.timing import Timing, relative_spread, time_run
 from osdp.profiler.links.toy_model import ComputeClock, ToyUnit
 
 #: Bytes of a unit's parameters: latency alone.
@@ -23,11 +23,12 @@ _FEW, _MANY = 1, 7
 _ROUNDS = 12
 
 
-def measure_hooks(mesh: DeviceMesh, device: torch.device, timing: Timing) -> tuple[float, float]:
-    """Seconds that hooks take per gradient of a replicated parameter, and per forward and backward.
+def measure_hooks(mesh: DeviceMesh, device: torch.device, timing: Timing) -> tuple[float, float, float]:
+    """Seconds that hooks take per gradient of a replicated parameter, and per pass; their relative spread.
 
-    Times a small and a larger toy model, plain and replicated; all of their gradients share a bucket, whose
-    all-reduce is subtracted. Every rank of ``mesh`` must call this; the result is the same on all of them.
+    A pass is a forward and its backward. Times a small and a larger toy model, plain and replicated; all of
+    their gradients share a bucket, whose all-reduce is subtracted. Every rank of ``mesh`` must call this; the
+    result is the same on all of them.
 
     Args:
         mesh: The ranks that reduce, on one axis.
@@ -71,7 +72,8 @@ def measure_hooks(mesh: DeviceMesh, device: torch.device, timing: Timing) -> tup
     alone, few, many, few_planned, many_planned = (timing.typical(column) for column in slowest.T.tolist())
     more = (many_planned - many) - (few_planned - few)
     per_gradient = max(0.0, more / (gradients[1] - gradients[0]))
-    return per_gradient, max(0.0, few_planned - few - alone - gradients[0] * per_gradient)
+    per_pass = max(0.0, few_planned - few - alone - gradients[0] * per_gradient)
+    return per_gradient, per_pass, max(0.0, relative_spread(slowest[:, -1].tolist()))
 
 
 def _replicated(model: nn.Module, num_ranks: int) -> Plan:

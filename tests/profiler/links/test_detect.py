@@ -301,6 +301,7 @@ def test_two_ranks_agree() -> None:
     assert all(link.latency + link.residual > 0 for link in info.links)
     assert 0 < info.unit_overhead < info.link("all_gather").seconds(2**20)
     assert info.gradient_overhead >= 0 and info.pass_overhead >= 0
+    assert 0 <= info.overlap_spread <= 0.5 and 0 <= info.overhead_spread < math.inf
     assert 0 < info.parameter_overhead < info.link("all_gather").seconds(2**20)
     assert DeviceInfo(memory_limit=2**26).memory_limit == info.memory_limit
     assert len(refused) == 3 and "ascending" in refused[0] and "nodes of 3" in refused[2]

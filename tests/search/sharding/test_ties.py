@@ -10,12 +10,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from osdp.cost.sharding.problem import build_problem
+from osdp.cost.sharding.problem import ShardingProblem, build_problem
 from osdp.cost.sharding.simulate import simulate_units
 from osdp.cost.sharding.solution import solution_root
-from osdp.cost.sharding.strategies import FULL_SHARD, NO_SHARD, SHARD_GRAD_OP
+from osdp.cost.sharding.strategies import FULL_SHARD, NO_SHARD, SHARD_GRAD_OP, UnitStrategy
 from osdp.cost.spread import simulate_at, spread_corners, step_spread
-from osdp.hardware.device_info import COLLECTIVES, Link
+from osdp.hardware.device_info import COLLECTIVES, DeviceInfo, Link
 from osdp.model.description import Parameter
 from osdp.model.training import Training
 from osdp.plan.search_options import SearchOptions
@@ -189,3 +189,38 @@ def test_ends_of_the_errors() -> None:
     uncertain = build_problem(model_desc, wide, exact, Training())
     assert step_spread(uncertain, found) > 0
     assert wide.doubts and not profile.doubts
+
+
+@pytest.mark.parametrize("strategy", [FULL_SHARD, NO_SHARD])
+def test_what_is_hidden_and_what_hooks_take_may_be_off_as_well(strategy: UnitStrategy) -> None:
+    model_desc, profile = random_model(3, 4, 2)
+    overheads = dict.fromkeys(("unit_overhead", "gradient_overhead", "pass_overhead"), 1e-3)
+    exact = replace(
+        random_device(3), blocking=True, overlap=0.6, mixed_overlap=0.5, compute_overlap=0.9, **overheads
+    )
+    exact = replace(exact, links=tuple(replace(each, residual=0.0) for each in exact.links))
+
+    def problem_on(device: DeviceInfo) -> ShardingProblem:
+        return build_problem(model_desc, profile, device, Training())
+
+    problem = problem_on(exact)
+    found = solve(problem, 2**60)
+    assert found is not None
+    units = tuple((k, k + 1, strategy) for k in range(len(problem.timeline.chain)))
+    found = replace(found, units=units, outcome=simulate_units(problem, units, solution_root(problem, found)))
+    assert step_spread(problem, found) == 0
+    both = replace(exact, overlap_spread=0.2, overhead_spread=0.2)
+    spread = step_spread(problem_on(both), found)
+    hooks_alone = step_spread(problem_on(replace(both, overlap_spread=0.0)), found)
+    # Nothing is hidden of what sharded units wait for.
+    assert hooks_alone > 0 and (hooks_alone < spread) is (strategy is NO_SHARD)
+    slow = replace(
+        exact,
+        **{name: 1.2e-3 for name in overheads},
+        parameter_overhead=1.2 * exact.parameter_overhead,
+        overlap=0.4,
+        mixed_overlap=0.3,
+        compute_overlap=0.7,
+    )
+    built = simulate_at(problem_on(slow), found).seconds
+    assert spread >= built / found.outcome.seconds - 1 > 0
