@@ -27,9 +27,8 @@ from osdp.comm.objects import is_first, on_first_rank
 from osdp.errors import InfeasibleError
 from osdp.explain.rebuild import basis_of
 from osdp.explain.scaling import profile_at_batch
-from osdp.hardware.profile import Profile
-from osdp.model.description import ModelDesc
 from osdp.model.training import Training
+from osdp.plan.basis import Basis
 from osdp.plan.plan import Plan
 from osdp.plan.sharding import Mode
 from osdp.profiler.links.timing import relative_spread
@@ -43,7 +42,7 @@ from osdp.refine.stretches import stretches_of
 from osdp.runtime.microbatch import shape_of_sample
 from osdp.runtime.optimizer.check import OptimizerCheck
 from osdp.runtime.ranks.agreement import check_together
-from osdp.runtime.ranks.control import Control
+from osdp.runtime.ranks.control import Control, LockstepError
 from osdp.runtime.ranks.participants import GATHER, REDUCE
 from osdp.runtime.running import RunningModel
 from osdp.runtime.step_recorder import RecordedStep, StepRecorder
@@ -54,8 +53,8 @@ logger = logging.getLogger(__name__)
 
 #: Steps of a plan that make what is made once, and those after them that are recorded.
 SETTLING, RECORDED = 2, 4
-#: Times that steps are recorded at most, but for once more where a plan was left again; the last decides
-#: nothing but whether to go back.
+#: Times that steps are recorded at most, but for once more where a plan was left again or the batch changed;
+#: after the last the plan is left only for one that was faster, or if it does not fit.
 ROUNDS = 4
 #: Steps that a faster plan has to earn its switch in, where nobody says how many there are.
 HORIZON = 1000
@@ -95,7 +94,7 @@ def check_can_refine(device: str, described: object, plan: Plan | None, *, is_cu
         ValueError: Steps on such devices are not timed, or such a plan is not searched again.
     """
     if is_cut:
-        raise ValueError(f"{_CUT}: leave refine= out, or start='estimated', which turns it on")
+        raise ValueError(f"{_CUT}: pass refine=False (start='estimated' turns it on)")
     _check_timed(device)
     if isinstance(described, BatchMix):
         raise ValueError(
@@ -120,9 +119,9 @@ def check_alike(mesh: DeviceMesh, *, refines: bool) -> None:
 def _check_timed(device: str) -> None:
     if device != "cpu":
         raise ValueError(
-            "refine times collectives that the host waits for, as gloo's are; on accelerators leave refine= "
-            "out, or start='estimated', which turns it on, and call model.switch(plan, optimizer) with a "
-            "plan of osdp.what_if"
+            "refine times collectives that the host waits for, as gloo's are; on accelerators pass "
+            "refine=False (start='estimated' turns it on), and call model.switch(plan, optimizer) with one "
+            "of osdp.what_if"
         )
 
 
@@ -328,8 +327,7 @@ class Refiner:
         self._held_up[waiting_for] += 1
         if self._held_up[waiting_for] == _PATIENCE and is_first():
             logger.warning(
-                "the plan is not refined yet, which happens when a forward begins between two steps: when %d "
-                "of them began, %s%s",
+                "the plan has not been refined for %d forwards, because %s%s",
                 _PATIENCE,
                 waiting_for,
                 ": call model.begin_step() before each step" if waiting_for == _IN_STEP else "",
@@ -378,7 +376,8 @@ class Refiner:
     def _wait_for_step(self) -> None:
         """Say once if no optimizer steps."""
         self._forwards += 1
-        if self._has_told or self._forwards < _PATIENCE * max(self._usual_forwards, 1):
+        usual = max(self._usual_forwards, self._plan.training.microbatches)
+        if self._has_told or self._forwards < _PATIENCE * usual:
             return
         self._has_told = True
         if is_first():
@@ -416,21 +415,27 @@ class Refiner:
         if (fault := _shape_fault(shapes, plan)) is not None:
             self._end(median(step_seconds(everyone)), fault, level=logging.WARNING)
             return
-        profile = self._basis.profile_at(plan.local_batch)
-        measured = combined(everyone, plan, profile, follows_plan=self._follows_plan)
         seconds = median(step_seconds(everyone))
+        try:
+            measured = combined(everyone, plan, follows_plan=self._follows_plan)
+            keeps_more = _keeps_more(measured, self._basis)
+        except Exception as error:  # on all ranks, of what all have gathered: the training goes on
+            fault = f"steps do not compare: {type(error).__name__}: {error}"
+            self._end(seconds, fault, level=logging.WARNING)
+            return
         self._most = max(self._most, measured.local_batch)
         batch = measured.local_batch, measured.microbatches
         if batch != self._batch:
             # Longer steps do not make a plan the slower one.
             self._measured.clear()
             self._left_again = None
-            self._batch, self._seconds_before = batch, seconds
+            self._batch, self._seconds_before = batch, 0.0
         self._measured.append((self._model.plan, seconds))
-        self._seconds_before = self._seconds_before or seconds
+        if self._model.plan is self._first_plan:
+            self._seconds_before = self._seconds_before or seconds
         self._round += 1
         margin = 1 + max(LEAST_GAIN, measured.spread)
-        if _keeps_more(measured, profile, self._basis.model_desc):
+        if keeps_more:
             # Whether plans fit comes first.
             self._left_again = None
             self._measured = self._measured[-1:]
@@ -508,14 +513,18 @@ class Refiner:
         if found.takes and self._keeps:
             wins = f"another would be {1 - found.then / found.now:.1%} faster" if found.fits else found.reason
             self._end(seconds, f"the plan was given, and is kept: {wins}")
-        elif not found.takes or (found.fits and (tried or is_last)):
-            self._end(seconds, found.reason if not found.takes else "plans are not searched any further")
+        elif not found.takes:
+            self._end(seconds, found.reason)
+        elif found.fits and (tried or is_last):
+            gain = f"another plan is predicted to be {1 - found.then / found.now:.1%} faster"
+            why = "has been tried" if tried else "steps have been recorded often enough"
+            self._end(seconds, f"{gain}, but {why}")
         elif found.fits:
             self._switch(found.plan, seconds)
         else:
             self._measured.clear()  # there is no way back
             if self._switch(found.plan, seconds) and is_last:
-                self._end(found.then, f"{found.reason}; its own steps are predicted")
+                self._end(found.then, f"{found.reason}; the seconds of the last plan are predicted")
 
     def _switch(self, plan: Plan, seconds: float) -> bool:
         """Switch to ``plan``, or end; whether it was done."""
@@ -532,6 +541,8 @@ class Refiner:
         others = [each for each in stepped if all(each is not mine for mine in self._optimizers)]
         try:
             self._model.switch(plan, [*self._optimizers, *others])
+        except LockstepError:  # a rank is gone, or has failed
+            raise
         except (ValueError, RuntimeError) as error:  # on all ranks
             if "_applied" not in vars(self._model):
                 raise
@@ -566,15 +577,16 @@ def _with_hooks(optimizers: Sequence[Optimizer]) -> list[Optimizer]:
     return [each for each in optimizers if getattr(type(each).step, "hooked", False)]
 
 
-def _keeps_more(measured: StepMeasurement, profile: Profile, model_desc: ModelDesc) -> bool:
+def _keeps_more(measured: StepMeasurement, basis: Basis) -> bool:
     """Whether opaque modules keep more than was thought."""
     if not measured.opaque:
         return False
+    desc, near = basis.model_desc, basis.profile_near(measured.local_batch)
     try:
-        thought = profile_at_batch(profile, model_desc, measured.local_batch)
+        thought = profile_at_batch(near, desc, measured.local_batch)
     except ValueError:  # which ends the refinement where plans are searched
         return False
-    return with_measured_memory(thought, model_desc, measured.opaque) != thought
+    return with_measured_memory(thought, desc, measured.opaque) != thought
 
 
 def _shape_fault(shapes: Collection[tuple[int, ...]], plan: Plan) -> str | None:
@@ -620,7 +632,7 @@ def as_stepped(
 
 
 def combined(
-    everyone: Sequence[Sequence[RecordedStep]], plan: Plan, profile: Profile, *, follows_plan: bool = False
+    everyone: Sequence[Sequence[RecordedStep]], plan: Plan, *, follows_plan: bool = False
 ) -> StepMeasurement:
     """One measurement of what all ranks recorded: medians over steps, of the rank that computes longest.
 
@@ -629,8 +641,7 @@ def combined(
 
     Args:
         everyone: Steps of each rank.
-        plan: The plan that they ran under.
-        profile: The profile that it was made with, for the batch where none was seen.
+        plan: The plan that they ran under, whose batch is taken where none was seen.
         follows_plan: Whether the loop reduces gradients when the plan says; ``train_step`` does so anyway.
     """
     slowest = max(everyone, key=lambda steps: median(_compute(step) for step in steps))
@@ -645,7 +656,7 @@ def combined(
     counted = [sorted((step.kept, step.returned) for step in steps)[-2:][0] for steps in everyone]
     kept, returned = max(counted)
     return StepMeasurement(
-        local_batch=samples or profile.local_batch,
+        local_batch=samples or plan.local_batch,
         microbatches=microbatches,
         forward=_stretches([step.forward for step in slowest]),
         backward=_stretches([step.backward for step in slowest]),

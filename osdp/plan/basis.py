@@ -34,5 +34,17 @@ class Basis(Savable):
             raise ValueError(f"the basis has no profile at local batch {', '.join(missing)}")
 
     def profile_at(self, local_batch: int) -> Profile:
-        """The profile at ``local_batch`` samples."""
-        return next(profile for profile in self.profiles if profile.local_batch == local_batch)
+        """The profile at ``local_batch`` samples.
+
+        Raises:
+            ValueError: There is none.
+        """
+        for profile in self.profiles:
+            if profile.local_batch == local_batch:
+                return profile
+        known = ", ".join(str(profile.local_batch) for profile in self.profiles)
+        raise ValueError(f"there is no profile at local batch {local_batch}, only at {known}")
+
+    def profile_near(self, local_batch: int) -> Profile:
+        """The profile whose batch is nearest to ``local_batch`` samples."""
+        return min(self.profiles, key=lambda profile: abs(profile.local_batch - local_batch))

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -23,7 +24,7 @@ from osdp.torch_private.local_step import step_local_tensors
 from osdp.torch_private.muon import orthogonalize
 
 #: Increased with every change of what is measured, so that older cache files are not read.
-_METHOD = 3
+_METHOD = 4
 
 #: (number of tensors, elements of each): many small ones for the cost per tensor, a few large ones for the
 #: cost per byte. The large ones, with gradients and optimizer states, are several times larger than caches.
@@ -127,8 +128,14 @@ def cached_optimizer(
         OptimizerProfile,
         facts,
         lambda: profile_optimizer(training, device=device, mesh=mesh, **options),
-        lambda found: SPOILT if found.spread > UNSTABLE else LIFETIME,
+        _lifetime,
     )
+
+
+def _lifetime(found: OptimizerProfile) -> timedelta:
+    """How long it may be kept: what other processes disturbed, for the other starts of the same job alone."""
+    disturbed = found.matrices is not None and found.matrices.per_matrix == 0
+    return SPOILT if disturbed or found.spread > UNSTABLE else LIFETIME
 
 
 def make_optimizer(

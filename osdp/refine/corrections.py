@@ -77,10 +77,11 @@ def corrected(
         known_links: Links that were measured in training before.
 
     Raises:
-        ValueError: The basis has no profile of the plan's batch, or the model takes no other batch.
+        ValueError: The model takes no batch but the one that it was described with.
     """
     training = replace(plan.training, local_batch=measured.local_batch, microbatches=measured.microbatches)
-    before = basis.profile_at(plan.local_batch)
+    # An earlier correction may have been of another batch than the plan's.
+    before = basis.profile_near(measured.local_batch)
     profile = profile_at_batch(before, basis.model_desc, measured.local_batch)
     times = (_in_profile(each, basis, profile, measured) for each in (measured.forward, measured.backward))
     profile = with_measured_times(profile, basis.model_desc, plan.sharding.recomputed, *times)

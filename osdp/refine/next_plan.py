@@ -34,8 +34,8 @@ class NextPlan:
         price: Seconds that a switch takes, as estimated.
         takes: Whether the model should switch.
         reason: Why, in a sentence.
-        in_doubt: Whether the best plan is faster, but by no more than the measured steps differ; others may
-            differ less.
+        in_doubt: Whether the best plan is not taken, as it is faster by no more than the measured steps
+            differ; others may differ less.
     """
 
     plan: Plan
@@ -94,7 +94,7 @@ def next_plan(
             reason = (
                 f"the best plan would exceed the limit by {format_bytes(math.ceil(over))} with {most} samples"
             )
-    in_doubt = fits and LEAST_GAIN < 1 - then / now <= measured.spread
+    in_doubt = fits and not takes and LEAST_GAIN < 1 - then / now <= measured.spread
     return NextPlan(best, shown.basis, shown.known_links, now, then, fits, price, takes, reason, in_doubt)
 
 
@@ -124,7 +124,10 @@ def worth_it(
     saved = steps_left * (now - then)
     prices = f"{format_seconds(saved)}, and a switch takes {format_seconds(price)}"
     if gain <= least:
-        return False, f"the best plan is {max(gain, 0.0):.1%} faster, and {least:.1%} cannot be told apart"
+        return (
+            False,
+            f"the best plan is {max(gain, 0.0):.1%} faster, less than the {least:.1%} that steps tell apart",
+        )
     if saved <= price:
         return False, f"{steps_left} steps would save {prices}"
     return True, f"{steps_left} steps save {prices}"

@@ -22,7 +22,8 @@ class Refinement:
         found: The same as measured.
         steps: Optimizer steps until the last decision.
         switches: Switches to another plan until then.
-        seconds_before: Measured seconds of a step of the first plan, without what the loop does besides.
+        seconds_before: Measured seconds of a step of the first plan, without what the loop does besides; 0
+            if it did not run with the batch of the last steps.
         seconds_after: The same of the last plan.
         reason: Why it stayed with that.
     """
@@ -38,12 +39,10 @@ class Refinement:
     reason: str
 
     def __str__(self) -> str:
-        head = (
-            f"refined in {self.steps} steps with {self.switches} switches: {self.reason}. A step took "
-            f"{format_seconds(self.seconds_before)} (predicted: "
-            f"{format_seconds(self.before.predicted.step_seconds)}), and takes "
-            f"{format_seconds(self.seconds_after)} now"
-        )
+        head = f"refined in {self.steps} steps with {self.switches} switches: {self.reason}. A step "
+        if self.seconds_before:
+            head += f"took {format_seconds(self.seconds_before)}{self._predicted}, and "
+        head += f"takes {format_seconds(self.seconds_after)} now"
         rows = [
             *((format_seconds, *row) for row in self.figures),
             *((format_bytes, *row) for row in self.memory),
@@ -55,6 +54,15 @@ class Refinement:
         ]
         table = align([("", "thought", "measured", "factor"), *cells], right=(1, 2, 3))
         return "\n".join((head, table, *self.changes))
+
+    @property
+    def _predicted(self) -> str:
+        """What the first plan was to take, if the last steps had its batch."""
+        planned = self.before.training
+        batch = planned.local_batch, planned.microbatches
+        if all((each.local_batch, each.microbatches) != batch for each in self.found.trainings):
+            return ""
+        return f" (predicted: {format_seconds(self.before.predicted.step_seconds)})"
 
     @property
     def changes(self) -> list[str]:
