@@ -18,6 +18,7 @@ What the recorded steps cost beside others is timed in turns of one model.
 """
 
 import gc
+import math
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -52,7 +53,6 @@ from osdp.explain.rebuild import basis_of
 from osdp.hardware.profile import Profile
 from osdp.profiler.roofline import estimate
 from osdp.refine.stretches import stretches_of
-from osdp.refining import runs_as
 from osdp.runtime.step_recorder import StepRecorder
 
 RANKS = 2
@@ -232,14 +232,16 @@ def refine(
     plans = {"truth": truth}
 
     def named(plan: Plan) -> str:
-        names = {runs_as(other): name for name, other in plans.items()}
-        name = names.get(runs_as(plan), f"plan {len(plans)}")
+        names = {other.sharding.decided: name for name, other in plans.items()}
+        name = names.get(plan.sharding.decided, f"plan {len(plans)}")
         plans.setdefault(name, plan)
         return name
 
     starts, found = wrong_starts(setting, half, device, busy), dict[str, dict[str, Any]]()
     left = list(starts)
     for training in range(TRAININGS):
+        if not left:
+            break
         trained = {}
         for start in left:
             believed, devices = starts[start]
@@ -259,6 +261,9 @@ def refine(
         dist.broadcast_object_list(seen_elsewhere, 0)  # clocks of ranks differ
         for each, elsewhere in zip(trained.values(), seen_elsewhere, strict=True):
             each |= {"turns": turns.seconds, "trainings": training + 1, "at_other_speed": elsewhere}
+        for start, each in trained.items():
+            # Whatever went wrong in an earlier training of it counts.
+            each["earlier"] = [*found[start]["earlier"], found[start]] if start in found else []
         found |= trained
         left = [start for start in left if found[start]["at_other_speed"]]
     recorded = recorded_and_plain(setting, truth, batches)
@@ -310,14 +315,22 @@ def rows_of(case: str, *, steps: int, most_rounds: int) -> list[Row]:
 def row_of(case: str, name: str, ranks: list[dict[str, Any]], expected: float) -> Row:
     """One start, of what all ranks found."""
     first = ranks[0]
-    found = {key: value for key, value in first["starts"][name].items() if key not in ("losses", "turns")}
-    loss = first["starts"][name]["losses"][COMPARED - 1]
-    # Half of the batch was planned for: until the first switch that plan cannot keep the limit for all of it.
-    switched = first["starts"][name]["peak_after"] is not None
-    keys = ("peak_after",) if name == "batch doubled" and switched else ("peak_before", "peak_after")
-    peaks = [rank["starts"][name][key] for rank in ranks for key in keys]
+    last = first["starts"][name]
+    trainings = [last, *last["earlier"]]
+    found = {key: value for key, value in last.items() if key not in ("losses", "turns", "earlier")}
+    steps = [each["steps_to_final"] for each in trainings]
+    found["steps_to_final"] = None if None in steps else max(steps)
+    found["switches_after_final"] = max(each["switches_after_final"] for each in trainings)
+    losses = [each["losses"][COMPARED - 1] for each in trainings]
+    # One that is not a number is the farthest from all.
+    loss = max(losses, key=lambda each: (math.isnan(each), abs(each - expected)))
+    peaks = []
+    for each in (each for rank in ranks for each in [rank["starts"][name], *rank["starts"][name]["earlier"]]):
+        # Half of the batch was planned for: until the first switch that plan cannot keep the limit for all.
+        planned_for_half = name == "batch doubled" and each["peak_after"] is not None
+        peaks += [each["peak_after"]] if planned_for_half else [each["peak_before"], each["peak_after"]]
     peak = max((each for each in peaks if each is not None), default=None)
-    seconds = first["starts"][name]["turns"]
+    seconds = last["turns"]
     best, ratio = over_best(seconds, found["final"])
     recorded = in_common(first["recorded"][RECORDED], first["recorded"][PLAIN])
     row: Row = {"name": f"{case}, {name}", "case": case, "limit": first["limit"]} | found

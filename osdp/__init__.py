@@ -10,7 +10,6 @@ Modules in reading order; start at ``wrapper`` and ``api``:
 
 - ``wrapper``: ``OSDP``, the module that stands where ``FSDP(model)`` stood
 - ``resolve``: from the options of ``OSDP`` to a model that runs
-- ``refining``: a plan refined while it trains
 - ``stepped``: what a wrapped model does in whole steps: train, evaluate, predict, generate
 - ``api``: ``make_plan`` and ``make_tensor_plan``: describe, profile, search
 - ``options``: ``PlanOptions``, the keyword options of ``OSDP`` and ``make_plan``, and what they allow
@@ -26,7 +25,7 @@ Modules in reading order; start at ``wrapper`` and ``api``:
 - ``cost``: what a plan costs
 - ``search``: which plan is best
 - ``explain``: why a plan is as it is, and what another setting would bring
-- ``refine``: what a training measured, as corrections of what its plan was searched from
+- ``refine``: a plan refined while it trains
 - ``runtime``: runs a plan
 - ``cluster``: the planner before there is a cluster
 - ``report``: tables and graphs

@@ -23,8 +23,9 @@ from osdp.nn.embeddings import check_embeddings
 from osdp.options import ESTIMATED, PlanOptions, check_known, complete, lists_options
 from osdp.plan.measured import MemoryReport
 from osdp.plan.plan import Plan
+from osdp.refine.checks import check_all_refine, check_can_refine, check_refine
 from osdp.refine.refinement import Refinement
-from osdp.refining import Refiner, check_alike, check_can_refine, check_refine
+from osdp.refine.refiner import Refiner
 from osdp.resolve import Asked, applied_model, check_reuse
 from osdp.runtime import ShardedModel
 from osdp.runtime.checkpoint import load_pretrained
@@ -193,7 +194,7 @@ class OSDP(Stepped, Wrapped, PlannedModule, nn.Module):
         self.__dict__["_refiner"], self.__dict__["_plan_was_given"] = None, plan is not None
         self._own(applied_model(model, asked), before)
         if self.plan.is_whole:
-            check_alike(self.mesh, refines=bool(refine))
+            check_all_refine(self.mesh, refines=bool(refine))
         if refine:
             self._check_alone()
             self.__dict__["_refiner"] = Refiner(self, (), None, keeps=plan is not None)

@@ -45,7 +45,8 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "report": (VALUES, {"networkx", "matplotlib", "plotly"}),
 }
 #: From a layout of the planner to a plan that runs: it calls the verbs.
-FREE = {"osdp.cluster.runnable"}
+#: And what refines a running model.
+FREE = {"osdp.cluster.runnable", *(f"osdp.refine.{name}" for name in ("checks", "combined", "refiner"))}
 #: For each folder inside a folder its sisters that it may import, beside the modules around it.
 SISTERS = {
     "tracing.tensor_parallel": set(),

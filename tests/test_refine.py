@@ -14,17 +14,21 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from osdp import OSDP, DeviceInfo, ModelDesc, Plan, Training, make_plan, refining
+from osdp import OSDP, DeviceInfo, ModelDesc, Plan, Training, make_plan
 from osdp.allocator import allocated_bytes
 from osdp.explain.scaling import profile_at_batch
 from osdp.inputs import UPPER_END
 from osdp.plan.search_options import SearchOptions
 from osdp.plan.sharding import Mode
 from osdp.profiler.roofline import estimate
+from osdp.refine import combined as combined_module
+from osdp.refine import refiner
+from osdp.refine.checks import check_refine
+from osdp.refine.combined import combined
 from osdp.refine.measurement import StepMeasurement
 from osdp.refine.next_plan import NextPlan
 from osdp.refine.refinement import Refinement
-from osdp.refining import RECORDED, SETTLING, check_refine, combined, runs_as
+from osdp.refine.refiner import RECORDED, SETTLING
 from osdp.runtime import step_recorder
 from osdp.runtime.ranks.participants import GATHER, REDUCE
 from osdp.runtime.step_recorder import StepRecorder
@@ -259,7 +263,7 @@ def keeps_a_slower_plan_that_was_given() -> str:
     model = OSDP(net(), plan=slower)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     model.refine(optimizer, steps=10**9)
-    with mock.patch.object(refining, "relative_spread", lambda seconds: 0.0):
+    with mock.patch.object(combined_module, "relative_spread", lambda seconds: 0.0):
         for index in range(30):
             step_on(model, optimizer, index, PLANNED)
     assert model.plan is slower and model.refinement is not None and model.refinement.switches == 0
@@ -285,7 +289,7 @@ def looks_slower_under_the_next_plan(again: float, samples: int = PLANNED) -> tu
     def timed(everyone: Any) -> list[float]:
         if seen[-1] is not model.plan:
             seen.append(model.plan)
-        if runs_as(model.plan) == runs_as(other):
+        if model.plan.sharding.decided == other.sharding.decided:
             return [1.3] * RECORDED
         return [again if seen[1:] else 1.0] * RECORDED
 
@@ -294,14 +298,15 @@ def looks_slower_under_the_next_plan(again: float, samples: int = PLANNED) -> tu
     seen_basis = replace(basis, trainings=(trained,), profiles=(profile_seen,))
     found = NextPlan(other, seen_basis, frozenset(), 1.0, 0.5, fits=True, price=0.0, takes=True, reason="")
     with (
-        mock.patch.object(refining, "step_seconds", timed),
-        mock.patch.object(refining, "next_plan", lambda *given, **named: found),
+        mock.patch.object(refiner, "step_seconds", timed),
+        mock.patch.object(combined_module, "step_seconds", timed),
+        mock.patch.object(refiner, "next_plan", lambda *given, **named: found),
     ):
         model.refine(optimizer)
         for index in range(30):
             step_on(model, optimizer, index, samples)
     assert model.refinement is not None and model.refinement.steps == 3 * (SETTLING + RECORDED)
-    name = "first" if runs_as(model.plan) == runs_as(first) else "next"
+    name = "first" if model.plan.sharding.decided == first.sharding.decided else "next"
     return name, model.refinement.switches, model.refinement.reason, str(model.refinement)
 
 
@@ -474,7 +479,7 @@ def counts_its_activations(strategy: str) -> tuple[list[tuple[str, int, int]], l
         training=Training(optimizer="AdamW", local_batch=samples), cache_dir=None,
     )  # fmt: skip
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    with mock.patch.object(refining, "combined", noted):
+    with mock.patch.object(refiner, "combined", noted):
         for index in range(36):
             step_on(model, optimizer, index, samples)
     assert model.refinement is not None
@@ -538,7 +543,7 @@ def steps_by_an_unknown_optimizer(after: int) -> list[str]:
     optimizer, said = Unknown(model), []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("osdp.refining")
+    logger = logging.getLogger("osdp.refine.refiner")
     logger.addHandler(handler)
     try:
         for index in range(60):
@@ -626,13 +631,13 @@ def test_steps_between_which_the_batch_grew_are_recorded_again() -> None:
 
 def has_steps_that_differ() -> tuple[int, int]:
     calls: list[int] = []
-    real = refining.next_plan
+    real = refiner.next_plan
 
     def noisy_once(*given: Any, **options: Any) -> Any:
         calls.append(1)
         return replace(real(*given, **options), fits=True, takes=False, in_doubt=len(calls) == 1)
 
-    with mock.patch.object(refining, "next_plan", noisy_once):
+    with mock.patch.object(refiner, "next_plan", noisy_once):
         model = made(refine=True)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         for index in range(20):
@@ -757,7 +762,7 @@ def warns_of_what_is_not_refined() -> list[int]:
     levels: list[int] = []
     handler = logging.Handler()
     handler.emit = lambda record: levels.append(record.levelno)  # type: ignore[method-assign]
-    logger = logging.getLogger("osdp.refining")
+    logger = logging.getLogger("osdp.refine.refiner")
     logger.addHandler(handler)
     try:
         has_longer_sequences(0)

@@ -1,6 +1,7 @@
 """ShardingPlan: the decision for each operator of a model or a stage, its predicted cost and its reason."""
 
-from dataclasses import dataclass, field
+from collections.abc import Hashable
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
 
@@ -242,6 +243,12 @@ class ShardingPlan:
     def modes(self) -> dict[str, Mode]:
         """Sharding strategy of each operator, by name."""
         return {decision.operator: decision.mode for decision in self.decisions}
+
+    @cached_property
+    def decided(self) -> Hashable:
+        """What it decides, without reasons and predictions: equal where a model does the same."""
+        decisions = tuple(replace(decision, reason="") for decision in self.decisions)
+        return self.units, decisions, self.recomputed, self.reduce_each_microbatch
 
     @cached_property
     def fsdp_units(self) -> tuple[Unit, ...]:

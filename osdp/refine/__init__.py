@@ -1,7 +1,13 @@
-"""What a training measured of its steps, as corrections of what its plan was searched from.
+"""Refining: a plan is corrected by what its own steps took, and the running model goes on under a better one.
 
-Values and pure functions: nothing here measures, communicates or switches. Start at
-:func:`osdp.refine.next_plan.next_plan`.
+Start at :class:`osdp.refine.refiner.Refiner`, which records, compares ranks and switches. The search behind
+it is pure: :func:`osdp.refine.next_plan.next_plan`.
+
+- ``refiner``: when steps are recorded, and what follows
+- ``checks``: that a model and its optimizers can be refined
+- ``combined``: what all ranks recorded, as one measurement
+
+Values and pure functions:
 
 - ``next_plan``: a plan searched again from corrected values, and whether it is worth a switch
 - ``refinement``: what refining has changed

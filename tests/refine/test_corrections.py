@@ -14,6 +14,7 @@ from osdp.explain.what_if import search_again
 from osdp.hardware.profile import Profile
 from osdp.plan.basis import Basis
 from osdp.plan.sharding import Mode
+from osdp.refine.combined import combined, step_seconds
 from osdp.refine.corrections import corrected, problem_of
 from osdp.refine.link_times import fitted_link, with_measured_links
 from osdp.refine.measurement import CollectiveTime, ModuleBytes, StepMeasurement, StretchTime
@@ -21,7 +22,6 @@ from osdp.refine.next_plan import LEAST_GAIN, TRIED_GAIN, next_plan, switch_seco
 from osdp.refine.refinement import Refinement
 from osdp.refine.segment_profiles import with_more_activations
 from osdp.refine.stretches import end_of_model, stretches_of
-from osdp.refining import combined, step_seconds
 from osdp.runtime.step_recorder import RecordedStep
 from tests.explain.conftest import device
 from tests.explain.conftest import planned as planned

@@ -10,19 +10,15 @@ machine may have become slower meanwhile.
 """
 
 import logging
-import math
 import weakref
 from collections import Counter
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
-from statistics import fmean, median, mode
-from typing import Protocol
+from statistics import median
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from osdp.comm.groups import device_of
 from osdp.comm.objects import is_first, on_first_rank
 from osdp.errors import InfeasibleError
 from osdp.explain.rebuild import basis_of
@@ -30,24 +26,19 @@ from osdp.explain.scaling import profile_at_batch
 from osdp.model.training import Training
 from osdp.plan.basis import Basis
 from osdp.plan.plan import Plan
-from osdp.plan.sharding import Mode
-from osdp.profiler.links.timing import relative_spread
+from osdp.refine.checks import Refinable
+from osdp.refine.combined import combined, step_seconds
 from osdp.refine.corrections import leaves_activations_alone
 from osdp.refine.link_times import LinkKey
-from osdp.refine.measurement import CollectiveTime, ModuleBytes, StepMeasurement, StretchTime
+from osdp.refine.measurement import StepMeasurement
 from osdp.refine.next_plan import LEAST_GAIN, NextPlan, next_plan
 from osdp.refine.refinement import Refinement
 from osdp.refine.segment_profiles import with_measured_memory
 from osdp.refine.stretches import stretches_of
 from osdp.runtime.microbatch import shape_of_sample
-from osdp.runtime.optimizer.check import OptimizerCheck
-from osdp.runtime.ranks.agreement import check_together
 from osdp.runtime.ranks.control import Control, LockstepError
-from osdp.runtime.ranks.participants import GATHER, REDUCE
-from osdp.runtime.running import RunningModel
 from osdp.runtime.step_recorder import RecordedStep, StepRecorder
 from osdp.torch_private.compiling import not_compiled
-from osdp.tracing.sample_batch import BatchMix
 
 logger = logging.getLogger(__name__)
 
@@ -63,122 +54,6 @@ HORIZON = 1000
 _PATIENCE = 50
 
 _IN_STEP = "forwards run inside of optimizer.step(closure)"
-_CUT = "plans with stages or tensor parallelism cannot be refined while they train"
-
-
-class Refinable(Protocol):
-    """A wrapped model, as much of it as is needed here.
-
-    Attributes:
-        plan: The plan it runs under.
-    """
-
-    plan: Plan
-    _applied: RunningModel
-    _optimizer_check: OptimizerCheck
-
-    def switch(self, plan: Plan, optimizer: Sequence[Optimizer]) -> None:
-        """Go on under another plan."""
-
-
-def check_can_refine(device: str, described: object, plan: Plan | None, *, is_cut: bool) -> None:
-    """Raise where refining cannot be, before a model is measured and wrapped.
-
-    Args:
-        device: The type of device that it runs on.
-        described: What it is described with.
-        plan: A finished plan for it, if there is one.
-        is_cut: Whether it is cut into stages, or its layers are shared by tensor-parallel ranks.
-
-    Raises:
-        ValueError: Steps on such devices are not timed, or such a plan is not searched again.
-    """
-    if is_cut:
-        raise ValueError(f"{_CUT}: pass refine=False (start='estimated' turns it on)")
-    _check_timed(device)
-    if isinstance(described, BatchMix):
-        raise ValueError(
-            "refining compares steps of one shape, and a BatchMix has several: pass refine=False, or the "
-            "largest batch"
-        )
-    if plan is not None:
-        basis_of(plan)
-
-
-def check_alike(mesh: DeviceMesh, *, refines: bool) -> None:
-    """Raise on all ranks unless all of them refine the plan, or none.
-
-    Raises:
-        ValueError: Some do.
-    """
-    control = Control.over(mesh)
-    if control is not None and not control.agree(refines, "whether the other ranks refine the plan"):
-        raise ValueError("ranks differ in refine=: pass the same on all of them")
-
-
-def _check_timed(device: str) -> None:
-    if device != "cpu":
-        raise ValueError(
-            "refine times collectives that the host waits for, as gloo's are; on accelerators pass "
-            "refine=False (start='estimated' turns it on), and call model.switch(plan, optimizer) with one "
-            "of osdp.what_if"
-        )
-
-
-def check_refinable(model: Refinable) -> None:
-    """Raise unless plans like the one of ``model`` can be refined.
-
-    Raises:
-        ValueError: Nothing can be timed, or the plan cannot be searched again.
-    """
-    _check_timed(device_of(model._applied.mesh).type)
-    basis_of(model.plan)
-
-
-def check_refine(
-    model: Refinable, optimizers: Sequence[object], stepped: Sequence[Optimizer], steps: int | None
-) -> None:
-    """Raise on all ranks unless ``model`` can be refined.
-
-    Raises:
-        TypeError: What is given is no optimizer of torch.
-        ValueError: The plan cannot be searched again, or an optimizer is missing.
-        RuntimeError: The model is cut, or not between two steps.
-    """
-    if not model.plan.is_whole:  # on all ranks
-        raise RuntimeError(f"{_CUT}: save a checkpoint, and load it into the model under another plan")
-
-    def check() -> None:
-        applied = model._applied
-        strange = [type(each).__name__ for each in optimizers if not isinstance(each, Optimizer)]
-        if strange or not optimizers:
-            raise TypeError(
-                "refine times the steps of optimizers of torch.optim and takes their states along: pass the "
-                f"model's, not {', '.join(strange) or 'none'}"
-            )
-        mine = {id(parameter) for parameter in applied.stored_parameters()}
-        given = [each for each in optimizers if isinstance(each, Optimizer)]
-        idle = [
-            each for each in given if not any(id(p) in mine for g in each.param_groups for p in g["params"])
-        ]
-        if idle:
-            raise ValueError(
-                f"{type(idle[0]).__name__} has no parameter of this model: pass the optimizer that was made "
-                "from model.parameters()"
-            )
-        if any(all(each is not other for other in given) for each in stepped):
-            raise ValueError("an optimizer that has trained this model was left out: pass all of them")
-        check_refinable(model)
-        if steps is not None and steps < 1:
-            raise ValueError(f"steps are those that are left to train, at least 1, not {steps}")
-        waiting = applied.sharded.waiting_for
-        if waiting is not None:
-            raise RuntimeError(f"refine is called between two steps, but {waiting}")
-
-    control = Control.over(model._applied.mesh)
-    check_together(control, check, "model.refine() of all ranks")
-    if control is not None and not control.agree(steps, "the ranks to begin to refine the plan"):
-        raise ValueError("ranks that refine together need the same number of steps left")
 
 
 class Refiner:
@@ -508,7 +383,7 @@ class Refiner:
     def _take(self, found: NextPlan, seconds: float) -> None:
         """Go on under what was found, or end."""
         self._basis, self._known = found.basis, found.known_links
-        tried = any(runs_as(found.plan) == runs_as(other) for other, _ in self._measured)
+        tried = any(found.plan.sharding.decided == other.sharding.decided for other, _ in self._measured)
         is_last = self._round >= ROUNDS
         if found.takes and self._keeps:
             wins = f"another would be {1 - found.then / found.now:.1%} faster" if found.fits else found.reason
@@ -600,13 +475,6 @@ def _shape_fault(shapes: Collection[tuple[int, ...]], plan: Plan) -> str | None:
     return None
 
 
-def runs_as(plan: Plan) -> Hashable:
-    """What a plan decides: equal for plans under which a model does the same."""
-    sharding = plan.sharding
-    decisions = tuple(replace(decision, reason="") for decision in sharding.decisions)
-    return sharding.units, decisions, sharding.recomputed, sharding.reduce_each_microbatch
-
-
 def as_stepped(
     training: Training, optimizers: Sequence[Optimizer], trained: Sequence[torch.Tensor]
 ) -> Training:
@@ -629,107 +497,3 @@ def as_stepped(
         )
     except (TypeError, ValueError):
         return training
-
-
-def combined(
-    everyone: Sequence[Sequence[RecordedStep]], plan: Plan, *, follows_plan: bool = False
-) -> StepMeasurement:
-    """One measurement of what all ranks recorded: medians over steps, of the rank that computes longest.
-
-    A collective takes as long as on the rank that came to it last, and so does what a backward takes beyond
-    compute: the others wait in theirs, such as for a rank that logs or loads more.
-
-    Args:
-        everyone: Steps of each rank.
-        plan: The plan that they ran under, whose batch is taken where none was seen.
-        follows_plan: Whether the loop reduces gradients when the plan says; ``train_step`` does so anyway.
-    """
-    slowest = max(everyone, key=lambda steps: median(_compute(step) for step in steps))
-    beyond = [
-        min(step.backward_seconds - sum(step.backward.values()) for step in ranks)
-        for ranks in zip(*everyone, strict=True)
-    ]
-    samples = max(step.samples for steps in everyone for step in steps)
-    # Of most steps: one whose backward failed, and that was repeated, has a forward more.
-    microbatches = mode(step.batch[1] for step in slowest)
-    # In a single step it may have been what another thread allocated meanwhile.
-    counted = [sorted((step.kept, step.returned) for step in steps)[-2:][0] for steps in everyone]
-    kept, returned = max(counted)
-    return StepMeasurement(
-        local_batch=samples or plan.local_batch,
-        microbatches=microbatches,
-        forward=_stretches([step.forward for step in slowest]),
-        backward=_stretches([step.backward for step in slowest]),
-        collectives=_collectives(everyone, plan),
-        backward_seconds=median(sum(step.backward.values()) for step in slowest) + max(median(beyond), 0.0),
-        optimizer_seconds=median(step.optimizer_seconds for step in slowest),
-        reductions=min(max(mode(step.reductions for step in slowest), 1), microbatches),
-        follows_plan=follows_plan or all(step.scheduled > 0 for step in slowest),
-        in_cpu_time=slowest[0].in_cpu_time,
-        spread=relative_spread(step_seconds(everyone)) / math.sqrt(len(slowest)),
-        opaque=_opaque(everyone),
-        kept=kept,
-        returned=returned,
-    )
-
-
-def step_seconds(everyone: Sequence[Sequence[RecordedStep]]) -> list[float]:
-    """Seconds of each step: on the rank that waited least for others, which may do more besides."""
-    return [min(step.seconds for step in ranks) for ranks in zip(*everyone, strict=True)]
-
-
-def _stretches(steps: Sequence[dict[tuple[str, ...], float]]) -> tuple[StretchTime, ...]:
-    """Medians over steps; if other marks were read in some of them, of all stretches together."""
-    once = [name for modules in steps[0] for name in modules]
-    # Microbatches, too, may differ in what was marked.
-    if len(set(once)) < len(once) or any(step.keys() != steps[0].keys() for step in steps):
-        names = tuple(dict.fromkeys(name for step in steps for modules in step for name in modules))
-        return (StretchTime(names, median(sum(step.values()) for step in steps)),)
-    return tuple(StretchTime(modules, median(step[modules] for step in steps)) for modules in steps[0])
-
-
-def _opaque(everyone: Sequence[Sequence[RecordedStep]]) -> tuple[ModuleBytes, ...]:
-    """What opaque modules have kept in two steps of a rank: it depends on values, and has to fit.
-
-    In a single one it may have been what another thread allocated meanwhile.
-    """
-    most: dict[str, int] = {}
-    for steps in everyone:
-        for name in dict.fromkeys(name for step in steps for name in step.opaque):
-            kept = sorted(step.opaque.get(name, 0) for step in steps)
-            most[name] = max(most.get(name, 0), kept[-2] if kept[1:] else 0)
-    return tuple(ModuleBytes(name, nbytes) for name, nbytes in most.items() if nbytes)
-
-
-def _compute(step: RecordedStep) -> float:
-    return sum(step.forward.values()) + sum(step.backward.values())
-
-
-def _collectives(everyone: Sequence[Sequence[RecordedStep]], plan: Plan) -> tuple[CollectiveTime, ...]:
-    names = {GATHER: "all_gather", REDUCE: "reduce_scatter"}
-    operators = basis_of(plan).model_desc.operators
-    trained = {each.name for operator in operators for each in operator.parameters if each.trainable}
-    flat = {
-        unit.operators[0]: plan.sharding.parameters_of(unit)
-        for unit in plan.sharding.units
-        if unit.mode is not Mode.HYBRID_SHARD and not unit.route.in_two_steps
-    }
-    found = []
-    together = list(zip(*everyone, strict=True))
-    for unit, code in everyone[0][0].collectives:
-        if unit not in flat or code not in names:
-            continue
-        # By step, what each rank timed. An evaluation or a repeated step has others than most.
-        steps = [[step.collectives.get((unit, code), []) for step in ranks] for ranks in together]
-        count = mode(len(timed) for ranks in steps for timed in ranks)
-        alike = [ranks for ranks in steps if all(len(timed) == count for timed in ranks)]
-        if not count or not alike:
-            continue
-        # For each step the mean over its collectives of the least seconds of any rank.
-        means = [
-            fmean(min(seconds for _, seconds in each) for each in zip(*ranks, strict=True)) for ranks in alike
-        ]
-        handled = [name for name in flat[unit] if code == GATHER or name in trained]
-        nbytes = alike[0][0][0][0]
-        found.append(CollectiveTime(names[code], "world", nbytes, median(means), count, len(handled)))
-    return tuple(found)
