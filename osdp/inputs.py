@@ -30,7 +30,12 @@ from osdp.profiler.links.machine import available_memory, device_kind, ranks_on_
 from osdp.profiler.measure import profile_trainings
 from osdp.profiler.roofline import estimate
 from osdp.profiler.segments import default_device
-from osdp.refine.segment_profiles import convolutions, with_more_activations
+from osdp.refine.segment_profiles import (
+    blocked_weights,
+    convolutions,
+    with_more_activations,
+    with_workspace,
+)
 from osdp.runtime.mesh import data_parallel_mesh, dims_of, parallel_mesh
 from osdp.runtime.module.plain import check_plain
 from osdp.runtime.tensor_parallel.apply import first_rank_part
@@ -232,9 +237,10 @@ def make_profiler(
 def _by_upper_end(profile: Profile, description: ModelDesc) -> Profile:
     """An estimated profile with activations by the upper end of what they may take."""
     unsure = convolutions(description)
-    return with_more_activations(
+    upper = with_more_activations(
         profile, lambda each: UPPER_END_OF_CONVOLUTIONS if each.signature in unsure else UPPER_END
     )
+    return with_workspace(upper, blocked_weights(description)) if profile.device == "cpu" else upper
 
 
 def _check_kinds(profiles: Sequence[Profile], here: torch.device, device: DeviceInfo) -> None:

@@ -390,8 +390,8 @@ class OSDP(Stepped, Wrapped, PlannedModule, nn.Module):
         more) are timed by unit; links, compute and the optimizer's step are corrected by that, and the plan
         is searched again on rank 0, for which the others wait. Where another saves more in the steps that are
         left than a :meth:`switch` takes, and more than the steps differ, the model goes on under it, at the
-        beginning of a forward. It has other parameters then, as after :meth:`switch`: an average of weights
-        has to be made again. Once :attr:`refinement` is there, nothing changes any more. A plan that was
+        beginning of a forward. It has other parameters then, and what refers to the earlier ones is named, as
+        after :meth:`switch`. Once :attr:`refinement` is there, nothing changes any more. A plan that was
         given with ``plan=`` is kept; what another would win is told. Until then forwards with gradients are
         for all ranks.
 

@@ -11,11 +11,12 @@ OF_BLOCK = " of the whole block"
 
 
 def choice_of(plan: ShardingPlan, unit: Unit) -> str:
-    """A unit's mode, slices, recomputation, offloading and shard group."""
+    """A unit's mode, how its gradients are reduced, slices, recomputation, offloading and shard group."""
     decision = plan.by_operator[unit.operators[0]]
     slices, kept = decision.slices, decision.slices_kept
     again = any(is_inside(name, block) for name in unit.operators for block in plan.recomputed)
     words = [
+        " by exchange" * (unit.mode is Mode.SHARD_OPTIMIZER and unit.route.by_exchange),
         f" in groups of {unit.group_size}" * (unit.mode is Mode.HYBRID_SHARD),
         f" in two steps, groups of {unit.group_size}" * unit.route.in_two_steps,
         f" in {slices} slices{f' ({kept} kept)' if kept else ''}" * (slices > 1),

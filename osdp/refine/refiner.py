@@ -38,6 +38,7 @@ from osdp.refine.stretches import stretches_of
 from osdp.runtime.microbatch import shape_of_sample
 from osdp.runtime.ranks.control import Control, LockstepError
 from osdp.runtime.step_recorder import RecordedStep, StepRecorder
+from osdp.text import format_seconds
 from osdp.torch_private.compiling import not_compiled
 
 logger = logging.getLogger(__name__)
@@ -90,8 +91,8 @@ class Refiner:
         #: The plan that turned out slower, and its seconds, until the one before it is measured again.
         self._left_again: tuple[Plan, float] | None = None
         self._batch = (0, 0)
-        #: Whether parameters have hooks of the user's on any rank.
-        self._has_hooks = False
+        #: What something of the user's may refer to, and a switch would exchange; empty if there is nothing.
+        self._known_elsewhere = ""
         #: Samples of the largest microbatch that was planned for or seen.
         self._most = model.plan.local_batch
         self._seconds_before = 0.0
@@ -359,25 +360,34 @@ class Refiner:
             margin: By how much steps differ, a factor.
         """
         if seconds > margin * now:
-            self._end(now, "the plan before turned out to be the faster one")
+            taken, again = format_seconds(seconds), format_seconds(now)
+            self._end(
+                now, f"the plan that was tried took {taken}, and the one before, measured again, {again}"
+            )
         elif self._switch(other, now):
-            self._end(seconds, "the plan before, measured again, was no faster")
+            taken, again = format_seconds(seconds), format_seconds(now)
+            self._end(seconds, f"it took {taken}, and the plan before, measured again, {again}")
 
     def _of_all_ranks(self, recorded: list[RecordedStep]) -> list[list[RecordedStep]]:
         """What each rank has recorded; nothing if the optimizer that marked the steps is gone on one of them.
 
-        Notes whether any has hooks.
+        Notes what a switch would exchange in vain.
 
         The model under its plan is kept by no caller: a switch is to free it.
         """
         sharded, what = self._model._applied.sharded, "the refinement of the plan"
         # Where it is gone, another may hold the parameters without having stepped: a switch would not know.
-        found = [(recorded, sharded.has_users_hooks, self._followed[0]() is not None)]
+        known = ""
+        if sharded.has_users_hooks:
+            known = "parameters have hooks of yours, which may know them by identity"
+        elif sharded.has_zeroed_gradients:
+            known = "gradients are zeroed in place, so that a list of yours may refer to them"
+        found = [(recorded, known, self._followed[0]() is not None)]
         control = Control.over(sharded.mesh)
         if control is not None:
             sharded.meet(what)
             found = control.gather(found[0], what)
-        self._has_hooks = any(hooked for _, hooked, _ in found)
+        self._known_elsewhere = next((known for _, known, _ in found if known), "")
         return [steps for steps, _, _ in found] if all(goes_on for _, _, goes_on in found) else []
 
     def _take(self, found: NextPlan, seconds: float) -> None:
@@ -403,11 +413,11 @@ class Refiner:
 
     def _switch(self, plan: Plan, seconds: float) -> bool:
         """Switch to ``plan``, or end; whether it was done."""
-        if self._has_hooks:
+        if self._known_elsewhere:
             self._end(
                 seconds,
-                "parameters have hooks of yours, which may know them by identity, and a switch makes others: "
-                "the plan is kept; model.switch(plan, optimizers) goes on under another",
+                f"{self._known_elsewhere}, and a switch makes others: the plan is kept; "
+                "model.switch(plan, optimizers) goes on under another",
                 level=logging.WARNING,
             )
             return False

@@ -16,9 +16,9 @@ from osdp.plan.sharding import Decision, Prediction, ShardingPlan, Unit
 from osdp.report.pipeline_table import pipeline_table
 from osdp.text import align, format_bytes, format_seconds
 
-_NAME_WIDTH = 30
+_NAME_WIDTH = 28
 _REASON_WIDTH = 33
-_WAY_WIDTH = 13
+_WAY_WIDTH = 15
 _MOST_LINES = 8
 _HEADER = ("modules", "mode", "units", "operators", "bytes", "why")
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
@@ -141,7 +141,7 @@ def _facts(plan: Plan, sharding: ShardingPlan) -> list[str]:
     dtypes = f", computed in {training.param_dtype}" if training.param_dtype else ""
     return [
         f"model      {format_bytes(nbytes)} of parameters{dtypes}; {len(sharding.decisions)} operators in "
-        f"{len(sharding.units)} units; {training.optimizers}",
+        f"{len(sharding.units)} unit{'s' * (len(sharding.units) != 1)}; {training.optimizers}",
         f"devices    {plan.dp}, each limited to {format_bytes(plan.memory_limit)}",
         f"batch      {plan.global_batch} samples a step: {plan.local_batch} per device x {microbatches} x "
         f"{plan.dp} devices{_reduction(training, sharding)}",

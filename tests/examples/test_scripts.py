@@ -16,7 +16,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.support.live_bytes import preload
 from examples import check_demo, train_text
 from examples.run_report import Results, save, text
 from examples.stage_options import stages_of
@@ -238,7 +237,14 @@ def started(folder: Path) -> dict[str, Any]:
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     strategies = ["--strategies", "OSDP", "FSDP2", "DDP", "--memory-fraction", "0.5"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "KINETO_LOG_LEVEL": "99"}
-    environment |= preload()
+    # As scripts/launch.sh does.
+    environment["LD_PRELOAD"] = subprocess.run(
+        [sys.executable, "-m", "benchmarks.support.live_bytes"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.strip()
     done = subprocess.run(
         [
             sys.executable,

@@ -661,6 +661,11 @@ def averages_across_switches() -> None:
             loss_of(each(batch), batch).backward()
             optimizer.step()
             update(kept, [p.detach() for p in each.parameters()], None)
+            with torch.no_grad():
+                for one, p in zip(kept, each.parameters(), strict=True):
+                    # One by one, where no sharded tensor stands beside them, and with plain tensors.
+                    one.lerp_(p, 0.1)
+                    p.mul_((torch.arange(p.numel()).view(p.shape) % 3 > 0).to(p.dtype))
     for mine, other in zip(average, wanted, strict=True):
         assert difference(whole(mine), other) < TOLERANCE
 

@@ -106,10 +106,3 @@ def peaks_of_steps(build_step: Callable[[], Callable[[], object]], *, warmup: in
         step()
         peaks.append(live.peak - before)
     return peaks
-
-
-if __name__ == "__main__":
-    try:
-        print(_library())
-    except NoCompilerError as error:
-        raise SystemExit(f"peaks of CPU memory will not be measured: {error}") from error

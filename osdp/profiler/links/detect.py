@@ -11,6 +11,7 @@ links whose times fit no line are measured again; and what is still in doubt is 
 notes of plans (:attr:`osdp.hardware.device_info.DeviceInfo.doubts`).
 """
 
+import gc
 import os
 import socket
 import time
@@ -130,7 +131,12 @@ def detect(
         if world is None:
             return _measure_single(limit, where, None if alone else world_mesh(mesh, where.type, size))
         groups = _groups(world, group_sizes, on_one_machine(world.get_group()))
-        return _measure_groups(groups, limit, where, (nodes, per_node), sizes, repeats, seconds)
+        info = _measure_groups(groups, limit, where, (nodes, per_node), sizes, repeats, seconds)
+        # Wrapped probes refer to themselves in circles: 40 MiB of them would stay until Python happens to
+        # collect, which may be never in a training, beside a plan that fills the limit.
+        del groups
+        gc.collect()
+        return info
 
     info = found.get_or_measure("devices", DeviceInfo, facts, measure, _lifetime)
     info = with_memory(info, limit, where, world)

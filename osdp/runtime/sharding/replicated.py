@@ -33,6 +33,7 @@ from osdp.comm.first_values import broadcast_values
 from osdp.comm.messages import PendingMessages
 from osdp.plan.shard_math import shard_numel
 from osdp.runtime.module.counted_dtensor import CountedDTensor, change_of, count_changes
+from osdp.runtime.module.group_dtensor import compute_as_whole
 from osdp.runtime.module.parameter_owners import ParameterSites
 from osdp.runtime.sharding.gradients import GradientPath
 from osdp.torch_private.distributed import is_dense, storage_id
@@ -59,6 +60,8 @@ class ReplicatedParameter:
         self.owned = owned
         self.name = owned.name
         self.stored = owned.parameter
+        # Beside sharded ones it is a DTensor, too, and computes with plain tensors where they all would.
+        compute_as_whole(self.stored)
         self.path = GradientPath()
         local = self.local
         self._casts = compute_dtype is not None and local.is_floating_point() and local.dtype != compute_dtype

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import UnshardHandle
+from torch.distributed.tensor import DTensor
 
 from osdp.comm.groups import device_of
 from osdp.plan.plan import Plan
@@ -387,6 +388,14 @@ class ShardedModel:
     def has_users_hooks(self) -> bool:
         """Whether stored parameters have hooks that no plan has set."""
         return any(has_hooks(each.stored, each.path.own_hooks) for each in self.parameters)
+
+    @property
+    def has_zeroed_gradients(self) -> bool:
+        """Whether there are gradients, all of which have been zeroed in place."""
+        gradients = [each.stored.grad for each in self.parameters if each.stored.grad is not None]
+        with torch.no_grad():
+            parts = [each.to_local() if isinstance(each, DTensor) else each for each in gradients]
+            return bool(gradients) and not any(bool(part.any()) for part in parts)
 
     def observe(self, observer: "StepObserver | None") -> None:
         """Tell ``observer`` of collectives and of the ends of backwards; nobody any more if ``None``."""

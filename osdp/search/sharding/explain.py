@@ -175,11 +175,16 @@ class Explainer:
 def _named_strategies(problem: ShardingProblem, options: SearchOptions) -> Iterator[tuple[str, UnitStrategy]]:
     """Strategies of unsliced units, with their names for people."""
     flat = (Mode.NO_SHARD,) if options.two_step else UNGROUPED
-    yield from ((str(mode), STRATEGY_OF[mode]) for mode in flat if mode in options.allowed)
+    by_exchange = problem.costs.by_group[0].shard_group.route.by_exchange
+    for mode in flat:
+        if mode in options.allowed:
+            # As osdp.plan.choices.choice_of names them.
+            way = " by exchange" * (by_exchange and mode is Mode.SHARD_OPTIMIZER)
+            yield f"{mode}{way}", STRATEGY_OF[mode]
     for number, costs in enumerate(problem.costs.by_group[1:], start=1):
         group = costs.shard_group
         if group.is_flat and not options.two_step and Mode.SHARD_OPTIMIZER in options.allowed:
-            yield "SHARD_OPTIMIZER by all-reduces", SHARD_OPTIMIZER._replace(group=number)
+            yield str(Mode.SHARD_OPTIMIZER), SHARD_OPTIMIZER._replace(group=number)
         if group.hybrid and Mode.HYBRID_SHARD in options.allowed:
             yield f"HYBRID_SHARD over {group.group_size}", FULL_SHARD._replace(group=number)
         if group.searched and not group.hybrid and options.two_step is not False:

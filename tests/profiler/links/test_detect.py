@@ -1,5 +1,6 @@
 """Measured collectives: the fit, the wiring, and real groups of two and four ranks."""
 
+import gc
 import math
 import os
 import time
@@ -281,6 +282,17 @@ def _detected() -> tuple[DeviceInfo, list[str]]:
         except ValueError as error:
             refused.append(str(error))
     return info, refused
+
+
+def _units_left() -> int:
+    gc.disable()
+    DeviceInfo.detect("64MiB", sizes=FEW, repeats=2, seconds=0.1)
+    return sum(isinstance(each, toy_model.ToyUnit) for each in gc.get_objects())
+
+
+def test_nothing_of_what_was_timed_stays() -> None:
+    """40 MiB of wrapped units, which refer to themselves in circles, lay beside a model of 24 MiB."""
+    assert run(2, _units_left) == [0, 0]
 
 
 @pytest.mark.alone
