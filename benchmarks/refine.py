@@ -52,6 +52,7 @@ from osdp.cost.evaluate import evaluate
 from osdp.explain.rebuild import basis_of
 from osdp.hardware.profile import Profile
 from osdp.profiler.roofline import estimate
+from osdp.refine.refiner import RECORDED as STEPS_RECORDED
 from osdp.refine.stretches import stretches_of
 from osdp.runtime.step_recorder import StepRecorder
 
@@ -69,9 +70,10 @@ STEPS = 44
 LAST, OTHER_SPEED, TRAININGS = 10, 0.1, 3
 #: Plans that are slower than the fastest by more than this part after the first rounds are not the best.
 SLOWER = 0.05
-#: Steps of one model in turns; how many of each at least and at most, and about how long all take.
+#: Steps of one model in turns, as many at a time as are recorded for a decision; how many turns at least and
+#: at most, and about how long all take.
 PLAIN, RECORDED = "plain", "recorded"
-LEAST_RECORDED, MOST_RECORDED, RECORDED_SECONDS = 24, 240, 20.0
+LEAST_RECORDED, MOST_RECORDED, RECORDED_SECONDS = 8, 100, 30.0
 #: The loss is compared after so many steps, later than the last switch.
 COMPARED = 30
 LOSS_TOLERANCE = 1e-3
@@ -201,14 +203,18 @@ def recorded_and_plain(
     step = train_step(model, optimizer, batches)
     ends = [each.module for each in stretches_of(setting.model_desc) if each.module]
 
+    def plain() -> None:
+        for index in range(STEPS_RECORDED):
+            step(index)
+
     def recorded() -> None:
         recorder = StepRecorder(model._applied.sharded, ends, [optimizer], counts=True)
-        step(0)
+        plain()
         recorder.close()
 
-    programs = {PLAIN: lambda: step(0), RECORDED: recorded}
-    # Steps of 28 ms differ from each other by more than recording costs: 24 of them tell nothing.
-    rounds = int(RECORDED_SECONDS / len(programs) / plan.predicted.step_seconds)
+    programs = {PLAIN: plain, RECORDED: recorded}
+    # Steps of 28 ms differ from each other by more than recording costs: a few of them tell nothing.
+    rounds = int(RECORDED_SECONDS / len(programs) / STEPS_RECORDED / plan.predicted.step_seconds)
     rounds = min(max(rounds, LEAST_RECORDED), MOST_RECORDED)
     return alternate(programs, rounds=rounds, warmup=2, synchronize=dist.barrier)
 

@@ -321,11 +321,11 @@ class CuttingPlaneSearch:
             if deadline.is_over:
                 break
             margin = low if np.isinf(high) else (low + high) / 2
-            near = chains.tighter(margin)
-            if not near.any_fits:
+            column = chains.tighter(margin).cheapest(costs)
+            if column is None:
                 high = margin
                 continue
-            units = tuple(self._space.spans(near.cheapest(costs)))
+            units = tuple(self._space.spans(column))
             outcome = simulate_units(self._problem, units, self._root)
             self._patterns |= dict.fromkeys(patterns_of(self._space.bounds, units))
             if outcome.peak <= self._limit:
@@ -378,6 +378,7 @@ class CuttingPlaneSearch:
                 known = np.stack(totals)
                 return np.asarray(known[[int(np.argmin(known @ weights))]])
             found = chains.cheapest(rows @ weights)
+            assert found is not None  # some chain fits
             columns.append(found)
             total = rows[found].sum(axis=0)
             totals.append(total)
@@ -400,7 +401,8 @@ class CuttingPlaneSearch:
         # Mixtures are of chains that take too much and too little. Those that fit lie between.
         for factor in () if deadline.is_over else _DEARER:
             dearer = np.where(limited, factor * relaxed.weights, relaxed.weights)
-            columns.append(chains.cheapest(rows @ dearer))
+            if (column := chains.cheapest(rows @ dearer)) is not None:
+                columns.append(column)
         return bound, best
 
     def is_proven(self, seconds: float) -> bool:

@@ -14,6 +14,7 @@ Irnich and Desaulniers, "Shortest Path Problems with Resource Constraints", in: 
 a column for :func:`osdp.search.sharding.chain.linear_relaxation.relax`.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -106,14 +107,19 @@ class FittingChains:
     @cached_property
     def _stages(self) -> list[tuple[Ints, Ints, Ints, Ints]]:
         """By place: sources and candidates of its steps, the first step of each state, and the states."""
-        places = self.target // self._states
-        bounds = np.flatnonzero(np.diff(places, prepend=-1, append=-1))
-        found = []
-        for begin, end in pairwise(bounds.tolist()):
-            target = self.target[begin:end]
-            first = np.flatnonzero(np.diff(target, prepend=-1))
-            found.append((self.source[begin:end], self.candidate[begin:end], first, target[first]))
-        return found
+        return [
+            (self.source[begin:end], self.candidate[begin:end], first, states)
+            for begin, end, first, states in self._runs(self.target)
+        ]
+
+    def _runs(self, states: Ints) -> Iterator[tuple[int, int, Ints, Ints]]:
+        """By place of the ascending ``states`` of steps: begin, end, where each state begins, and which."""
+        starts = np.flatnonzero(np.diff(states, prepend=-1))
+        distinct = states[starts]
+        firsts = np.flatnonzero(np.diff(distinct // self._states, prepend=-1, append=-1))
+        begins = np.append(starts, len(states))[firsts].tolist()
+        for (a, b), (begin, end) in zip(pairwise(firsts.tolist()), pairwise(begins), strict=True):
+            yield begin, end, starts[a:b] - begin, distinct[a:b]
 
     @property
     def any_fits(self) -> bool:
@@ -137,10 +143,13 @@ class FittingChains:
         source, candidate, target = (each[kept] for each in (self.source, self.candidate, self.target))
         return FittingChains(source, candidate, target, self.slack[kept], self.num_places, self.num_steps)
 
-    def cheapest(self, costs: Floats) -> Ints:
-        """Candidates of the chain with the least sum of ``costs``, shape ``(E,)``, if any fits."""
+    def cheapest(self, costs: Floats) -> Ints | None:
+        """Candidates of the chain with the least sum of ``costs``, shape ``(E,)``; ``None`` if none fits."""
         least, ends = self._least(costs)
-        state, chosen = (self.num_places - 1) * self._states + int(np.argmin(ends)), []
+        last = int(np.argmin(ends))
+        if not np.isfinite(ends.flat[last]):
+            return None
+        state, chosen = (self.num_places - 1) * self._states + last, []
         while state >= self._states:
             begin, end = np.searchsorted(self.target, (state, state + 1))
             step = begin + int(np.argmin(least[self.source[begin:end]] + costs[self.candidate[begin:end]]))
@@ -181,11 +190,8 @@ class FittingChains:
         least.reshape(self.num_places, *self._shape)[-1, ..., 0] = 0.0
         order = np.argsort(self.source, kind="stable")
         source, target, own = self.source[order], self.target[order], costs[self.candidate[order]]
-        bounds = np.flatnonzero(np.diff(source // self._states, prepend=-1, append=-1))
-        for begin, end in reversed(list(pairwise(bounds.tolist()))):
-            states = source[begin:end]
-            first = np.flatnonzero(np.diff(states, prepend=-1))
-            least[states[first]] = np.minimum.reduceat(least[target[begin:end]] + own[begin:end], first)
+        for begin, end, first, states in reversed(list(self._runs(source))):
+            least[states] = np.minimum.reduceat(least[target[begin:end]] + own[begin:end], first)
         return least
 
 
