@@ -213,10 +213,11 @@ class _Memory:
 
 
 def _worst_peak(peaks: list[int | None], part: Part) -> int | None:
-    known = [peak for peak in peaks if peak is not None]
-    if not known:
-        return None
-    worst = torch.tensor([round(median(known))], device=part.device)
+    # Of several machines one may have no compiler to build the counter with.
+    counted = [-1 if peak is None else peak for peak in peaks]
+    most = round(median(counted))
+    worst = torch.tensor([most, -most], device=part.device)
     if part.world_size > 1:
         dist.all_reduce(worst, dist.ReduceOp.MAX)
-    return int(worst)
+    highest, lowest = int(worst[0]), -int(worst[1])
+    return None if lowest < 0 else highest

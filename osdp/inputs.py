@@ -1,7 +1,7 @@
 """What callers pass, as the values that planning takes."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +30,7 @@ from osdp.profiler.links.machine import available_memory, device_kind, ranks_on_
 from osdp.profiler.measure import profile_trainings
 from osdp.profiler.roofline import estimate
 from osdp.profiler.segments import default_device
+from osdp.profiler.workspace import convolution_kernels
 from osdp.refine.segment_profiles import (
     blocked_weights,
     convolutions,
@@ -229,18 +230,23 @@ def make_profiler(
                 )  # fmt: skip
         except NotCachedError:
             # All of them: which batch is faster must not depend on which of them was measured before.
-            return [_by_upper_end(estimate(description, device, each), description) for each in trainings]
+            kernels = convolution_kernels(model)
+            return [
+                _by_upper_end(estimate(description, device, each), description, kernels) for each in trainings
+            ]
 
     return profile
 
 
-def _by_upper_end(profile: Profile, description: ModelDesc) -> Profile:
+def _by_upper_end(profile: Profile, description: ModelDesc, kernels: Collection[str]) -> Profile:
     """An estimated profile with activations by the upper end of what they may take."""
     unsure = convolutions(description)
     upper = with_more_activations(
         profile, lambda each: UPPER_END_OF_CONVOLUTIONS if each.signature in unsure else UPPER_END
     )
-    return with_workspace(upper, blocked_weights(description)) if profile.device == "cpu" else upper
+    if profile.device != "cpu":
+        return upper
+    return with_workspace(upper, blocked_weights(description, kernels))
 
 
 def _check_kinds(profiles: Sequence[Profile], here: torch.device, device: DeviceInfo) -> None:

@@ -392,8 +392,8 @@ class OSDP(Stepped, Wrapped, PlannedModule, nn.Module):
         left than a :meth:`switch` takes, and more than the steps differ, the model goes on under it, at the
         beginning of a forward. It has other parameters then, and what refers to the earlier ones is named, as
         after :meth:`switch`. Once :attr:`refinement` is there, nothing changes any more. A plan that was
-        given with ``plan=`` is kept; what another would win is told. Until then forwards with gradients are
-        for all ranks.
+        given with ``plan=`` is kept; what another would win is told. Until then all ranks have to run every
+        forward with gradients.
 
         Args:
             optimizer: The optimizer, or all of them; also in wrappers.

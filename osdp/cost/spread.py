@@ -5,7 +5,8 @@ spread of its runs (``Profile.spread``, ``OptimizerProfile.spread``), and device
 of hooks (``DeviceInfo.overlap_spread``, ``overhead_spread``). Errors of the links move plans against
 each other: one collective may take longer or shorter than the others and compute, or small messages may and
 large ones do the opposite. To tell plans apart a step is simulated at the end of each of these errors; how
-far it may be off by itself is told by the ends at which all errors point the same way.
+far it may be off by itself is told by the ends at which all errors point the same way. What is hidden and
+what hooks take move together, to two ends more.
 """
 
 from collections.abc import Sequence
@@ -35,9 +36,12 @@ def spread_corners(problem: ShardingProblem) -> tuple[ShardingProblem, ...]:
     the profile widens the error of the links.
     """
     device, compute = problem.device, problem.profile.spread
-    if device.world_size == 1 or not (compute or any(link.residual for link in device.links)):
-        return ()
-    return tuple(with_links(problem, _moved(device, compute, *direction)) for direction in _DIRECTIONS)
+    corners: list[DeviceInfo] = []
+    if device.world_size > 1 and (compute or any(link.residual for link in device.links)):
+        corners += [_moved(device, compute, *direction) for direction in _DIRECTIONS]
+    if device.world_size > 1 and (device.overlap_spread or device.overhead_spread):
+        corners += [_beside_links(device, sign) for sign in (1, -1)]
+    return tuple(with_links(problem, corner) for corner in corners)
 
 
 def _moved(
@@ -69,22 +73,26 @@ def step_spread(problem: ShardingProblem, found: ShardingSolution) -> float:
     own, profile, device = found.outcome, problem.profile, problem.device
     communication = 0.0
     if device.overlap_spread or device.overhead_spread or any(link.residual for link in device.links):
-        ends = [with_links(problem, _at_end(device, sign)) for sign in (1, -1)]
+        ends = [
+            with_links(problem, _beside_links(_moved(device, 0.0, COLLECTIVES, sign, sign), sign))
+            for sign in (1, -1)
+        ]
         communication = max(abs(simulate_at(end, found).seconds - own.seconds) for end in ends)
     spread = own.compute_seconds * profile.spread + own.optimizer_seconds * profile.optimizer.spread
     return (communication + spread) / own.seconds
 
 
-def _at_end(device: DeviceInfo, sign: int) -> DeviceInfo:
-    """The devices on which all communication takes as long as it may (1), or as little (-1)."""
-    more, hidden = 1 + sign * min(device.overhead_spread, 1.0), sign * device.overlap_spread
+def _beside_links(device: DeviceInfo, sign: int) -> DeviceInfo:
+    """The devices on which as little is hidden and hooks take as long as may be (1), or the opposite (-1)."""
+    # Nothing takes less than no time.
+    more, hidden = max(1 + sign * device.overhead_spread, 0.0), sign * device.overlap_spread
     overheads = {name: more * getattr(device, name) for name in OVERHEADS}
     overlaps = {
         name: min(1.0, max(0.0, value - hidden))
         for name in OVERLAPS
         if (value := getattr(device, name)) is not None
     }
-    return replace(_moved(device, 0.0, COLLECTIVES, sign, sign), **overheads, **overlaps)
+    return replace(device, **overheads, **overlaps)
 
 
 def simulate_at(problem: ShardingProblem, found: ShardingSolution) -> StepEstimate:

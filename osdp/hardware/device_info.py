@@ -135,7 +135,8 @@ class DeviceInfo(Savable):
             the same value.
         compute_overlap: Part of the compute beside a longer asynchronous collective that does not slow the
             collective down, from 0 to 1: on CPUs both need the cores.
-        overlap_spread: How far these three may be off: half the range between the quartiles of their runs.
+        overlap_spread: How far these three may be off: half the range between the quartiles of their runs
+            over the root of the number of runs.
         unit_overhead: Seconds of hooks per sharded unit and pass, beyond its collectives.
         parameter_overhead: Seconds that an ``all_gather`` or ``reduce_scatter`` of a sharded unit takes for
             each parameter in it, which is viewed and copied by itself, beyond what ``links`` say.
@@ -143,7 +144,8 @@ class DeviceInfo(Savable):
             copy into its bucket and the all-reduce.
         pass_overhead: Seconds per forward and backward that a model under a plan takes beyond all of these.
             Of accelerators all four are the host's time, during which they work through what is queued.
-        overhead_spread: How far these four may be off, relative to them; likewise.
+        overhead_spread: How far these four may be off, relative to them: likewise, as measured of those of
+            replicated gradients.
         copy_bandwidth: Bytes per second of a copy inside the device, while all devices copy.
         copy_alone: The same while no other device of the machine copies; 0 if it was not measured.
         flops: Floating-point operations per second, for estimated profiles; 0 if unknown.

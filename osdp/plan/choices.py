@@ -6,6 +6,9 @@ from osdp.plan.sharding import Mode, ShardingPlan, Unit
 #: The choice not to recompute a block.
 KEPT = "keeping the block's activations"
 
+#: What is added to ``SHARD_OPTIMIZER`` where gradients are reduced by an exchange of shards and local sums.
+BY_EXCHANGE = " by exchange"
+
 #: End of the name of a choice that is made for all units of a block together.
 OF_BLOCK = " of the whole block"
 
@@ -16,7 +19,7 @@ def choice_of(plan: ShardingPlan, unit: Unit) -> str:
     slices, kept = decision.slices, decision.slices_kept
     again = any(is_inside(name, block) for name in unit.operators for block in plan.recomputed)
     words = [
-        " by exchange" * (unit.mode is Mode.SHARD_OPTIMIZER and unit.route.by_exchange),
+        BY_EXCHANGE * (unit.mode is Mode.SHARD_OPTIMIZER and unit.route.by_exchange),
         f" in groups of {unit.group_size}" * (unit.mode is Mode.HYBRID_SHARD),
         f" in two steps, groups of {unit.group_size}" * unit.route.in_two_steps,
         f" in {slices} slices{f' ({kept} kept)' if kept else ''}" * (slices > 1),

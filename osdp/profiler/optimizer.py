@@ -101,7 +101,7 @@ def profile_matrices(
         flops.append(free.seconds(shape))
     (small, large), (few, many) = taken, flops
     if small >= large:
-        # Another process held it up. A matrix of any size must not cost the same: all counts as products.
+        # Another process held it up. Matrices of all sizes would cost the same: all time is that of products.
         return MatrixProfile(0.0, large / many)
     per_flop = (large - small) / (many - few)
     return MatrixProfile(max(0.0, small - per_flop * few), per_flop)

@@ -32,8 +32,16 @@ def convolution_scratchpad(model: torch.nn.Module, device: torch.device) -> int:
     Counted in the process: 18 KB in backward of a ResNet (one thread, torch 2.13, 2026-11).
     What torch allocates for oneDNN is measured with the operation.
     """
-    convolves = any(isinstance(module, torch.nn.modules.conv._ConvNd) for module in model.modules())
-    return _SCRATCHPAD if device.type == "cpu" and convolves else 0
+    return _SCRATCHPAD if device.type == "cpu" and convolution_kernels(model) else 0
+
+
+def convolution_kernels(model: torch.nn.Module) -> frozenset[str]:
+    """FQNs of the weights of convolutions."""
+    return frozenset(
+        f"{name}.weight".lstrip(".")
+        for name, module in model.named_modules(remove_duplicate=False)
+        if isinstance(module, torch.nn.modules.conv._ConvNd)
+    )
 
 
 def release_library_workspace(device: torch.device) -> int:

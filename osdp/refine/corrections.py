@@ -162,8 +162,9 @@ def _with_all_reduces(
     loss = sum(profile.of(segment).backward.seconds for segment in desc.segments[end_of_model(desc) :])
     loss *= measured.microbatches * (device.ranks_per_core if profile.measured else 1)
     within = (_BESIDE_OTHERS, _BESIDE_OTHERS) if measured.collectives else (_SLOWER, _FASTER)
-    power = _meet(backward, measured.backward_seconds + loss, *within)
-    return slower(2.0**power), known | {_ALL_REDUCE}
+    power, is_told = _meet(backward, measured.backward_seconds + loss, *within)
+    # What was not told is scaled with other links once these are measured.
+    return slower(2.0**power), known | {_ALL_REDUCE} if is_told else known
 
 
 def _backward_seconds(problem: ShardingProblem, found: ShardingSolution) -> float:
@@ -173,10 +174,11 @@ def _backward_seconds(problem: ShardingProblem, found: ShardingSolution) -> floa
     return settings.reductions * seconds.reducing + silent * seconds.silent
 
 
-def _meet(rising: Callable[[float], float], goal: float, slower: float, faster: float) -> float:
-    """The power at which ``rising`` is ``goal``: 0 if it is near by, the nearest to 0 where it is flat.
+def _meet(rising: Callable[[float], float], goal: float, slower: float, faster: float) -> tuple[float, bool]:
+    """The power at which ``rising`` is ``goal``, and whether that was told.
 
-    Also 0 if it does not rise that far: what took so long was something else, such as other programs.
+    It is 0 if it is near by, and the nearest to 0 where it is flat. Also 0 if it does not rise that far,
+    which tells nothing: what took so long was something else, such as other programs.
 
     Args:
         rising: A function that rises.
@@ -185,15 +187,17 @@ def _meet(rising: Callable[[float], float], goal: float, slower: float, faster: 
         faster: The smallest, negated.
     """
     at_zero = rising(0.0)
-    if abs(at_zero - goal) <= _CLOSE * goal or rising(slower) < goal:
-        return 0.0
+    if abs(at_zero - goal) <= _CLOSE * goal:
+        return 0.0, True
+    if rising(slower) < goal:
+        return 0.0, False
     low, high = (0.0, slower) if at_zero < goal else (-faster, 0.0)
     # What compute hides altogether may be any faster: not to be told by more than that it is hidden.
     goal = max(goal, rising(low) * (1 + _CLOSE))
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
         low, high = (middle, high) if rising(middle) < goal else (low, middle)
-    return (low + high) / 2
+    return (low + high) / 2, True
 
 
 def _with_optimizer(plan: Plan, basis: Basis, seconds: float) -> Profile:

@@ -94,7 +94,7 @@ def next_plan(
             reason = (
                 f"the best plan would exceed the limit by {format_bytes(math.ceil(over))} with {most} samples"
             )
-    in_doubt = fits and not takes and LEAST_GAIN < 1 - then / now <= measured.spread
+    in_doubt = fits and not takes and LEAST_GAIN < 1 - then / now <= least
     return NextPlan(best, shown.basis, shown.known_links, now, then, fits, price, takes, reason, in_doubt)
 
 
@@ -124,10 +124,7 @@ def worth_it(
     saved = steps_left * (now - then)
     prices = f"{format_seconds(saved)}, and a switch takes {format_seconds(price)}"
     if gain <= least:
-        return (
-            False,
-            f"the best plan is {max(gain, 0.0):.1%} faster, less than the {least:.1%} that steps tell apart",
-        )
+        return False, f"the best plan is {max(gain, 0.0):.1%} faster, and steps tell {least:.1%} apart"
     if saved <= price:
         return False, f"{steps_left} steps would save {prices}"
     return True, f"{steps_left} steps save {prices}"

@@ -22,9 +22,10 @@ class Refinement:
         found: The same as measured.
         steps: Optimizer steps until the last decision.
         switches: Switches to another plan until then.
+        batch: Samples of a microbatch, and microbatches, of the last steps; zeros if none were measured.
         seconds_before: Measured seconds of a step of the first plan, without what the loop does besides; 0
-            if it did not run with the batch of the last steps.
-        seconds_after: The same of the last plan.
+            if it did not run with that batch.
+        seconds_after: The same of the last plan; 0 if it was not measured.
         reason: Why it stayed with that.
     """
 
@@ -34,15 +35,17 @@ class Refinement:
     found: Basis
     steps: int
     switches: int
+    batch: tuple[int, int]
     seconds_before: float
     seconds_after: float
     reason: str
 
     def __str__(self) -> str:
-        head = f"refined in {self.steps} steps with {self.switches} switches: {self.reason}. A step "
-        if self.seconds_before:
-            head += f"took {format_seconds(self.seconds_before)}{self._predicted}, and "
-        head += f"takes {format_seconds(self.seconds_after)} now"
+        head = f"refined in {self.steps} steps with {self.switches} switches: {self.reason}"
+        took = [f"took {format_seconds(self.seconds_before)}{self._predicted}"] * bool(self.seconds_before)
+        takes = [f"takes {format_seconds(self.seconds_after)} now"] * bool(self.seconds_after)
+        if took or takes:
+            head += f". A step {', and '.join(took + takes)}"
         rows = [
             *((format_seconds, *row) for row in self.figures),
             *((format_bytes, *row) for row in self.memory),
@@ -58,9 +61,7 @@ class Refinement:
     @property
     def _predicted(self) -> str:
         """What the first plan was to take, if the last steps had its batch."""
-        planned = self.before.training
-        batch = planned.local_batch, planned.microbatches
-        if all((each.local_batch, each.microbatches) != batch for each in self.found.trainings):
+        if self.batch != (self.before.local_batch, self.before.training.microbatches):
             return ""
         return f" (predicted: {format_seconds(self.before.predicted.step_seconds)})"
 

@@ -91,8 +91,8 @@ class Refiner:
         #: The plan that turned out slower, and its seconds, until the one before it is measured again.
         self._left_again: tuple[Plan, float] | None = None
         self._batch = (0, 0)
-        #: What something of the user's may refer to, and a switch would exchange; empty if there is nothing.
-        self._known_elsewhere = ""
+        #: Why the model may not switch by itself; empty if it may.
+        self._why_not_switch = ""
         #: Samples of the largest microbatch that was planned for or seen.
         self._most = model.plan.local_batch
         self._seconds_before = 0.0
@@ -366,29 +366,36 @@ class Refiner:
             )
         elif self._switch(other, now):
             taken, again = format_seconds(seconds), format_seconds(now)
-            self._end(seconds, f"it took {taken}, and the plan before, measured again, {again}")
+            self._end(seconds, f"the plan before, measured again, takes {again}, and this one took {taken}")
 
     def _of_all_ranks(self, recorded: list[RecordedStep]) -> list[list[RecordedStep]]:
         """What each rank has recorded; nothing if the optimizer that marked the steps is gone on one of them.
 
-        Notes what a switch would exchange in vain.
+        Notes why the model may not switch by itself.
 
         The model under its plan is kept by no caller: a switch is to free it.
         """
         sharded, what = self._model._applied.sharded, "the refinement of the plan"
         # Where it is gone, another may hold the parameters without having stepped: a switch would not know.
-        known = ""
-        if sharded.has_users_hooks:
-            known = "parameters have hooks of yours, which may know them by identity"
-        elif sharded.has_zeroed_gradients:
-            known = "gradients are zeroed in place, so that a list of yours may refer to them"
-        found = [(recorded, known, self._followed[0]() is not None)]
+        found = [
+            (
+                recorded,
+                sharded.has_users_hooks,
+                sharded.has_zeroed_gradients,
+                self._followed[0]() is not None,
+            )
+        ]
         control = Control.over(sharded.mesh)
         if control is not None:
             sharded.meet(what)
             found = control.gather(found[0], what)
-        self._known_elsewhere = next((known for _, known, _ in found if known), "")
-        return [steps for steps, _, _ in found] if all(goes_on for _, _, goes_on in found) else []
+        everyone, hooked, zeroed, goes_on = zip(*found, strict=True)
+        self._why_not_switch = ""
+        if any(hooked):
+            self._why_not_switch = "parameters have hooks of yours, which may know them by identity"
+        elif all(zeroed):  # a rank may hold empty shards
+            self._why_not_switch = "gradients are zeroed in place, so that a list of yours may refer to them"
+        return list(everyone) if all(goes_on) else []
 
     def _take(self, found: NextPlan, seconds: float) -> None:
         """Go on under what was found, or end."""
@@ -413,10 +420,10 @@ class Refiner:
 
     def _switch(self, plan: Plan, seconds: float) -> bool:
         """Switch to ``plan``, or end; whether it was done."""
-        if self._known_elsewhere:
+        if self._why_not_switch:
             self._end(
                 seconds,
-                f"{self._known_elsewhere}, and a switch makes others: the plan is kept; "
+                f"{self._why_not_switch}, and a switch makes others: the plan is kept; "
                 "model.switch(plan, optimizers) goes on under another",
                 level=logging.WARNING,
             )
@@ -449,6 +456,7 @@ class Refiner:
             found=self._basis,
             steps=self._steps,
             switches=self._switches,
+            batch=self._batch,
             seconds_before=self._seconds_before,
             seconds_after=seconds,
             reason=reason,

@@ -1,7 +1,7 @@
 """Profiles whose segments take what was measured, or keep more memory than was thought."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
 from osdp.hardware.profile import PassProfile, Profile, SegmentProfile
@@ -159,12 +159,16 @@ def convolutions(model_desc: ModelDesc) -> frozenset[str]:
     return frozenset(each.signature for each in model_desc.segments if names.intersection(each.operators))
 
 
-def blocked_weights(model_desc: ModelDesc) -> dict[str, int]:
+def blocked_weights(model_desc: ModelDesc, kernels: Collection[str]) -> dict[str, int]:
     """Bytes of the copies of weights that oneDNN makes on CPUs, by the signature of segments that convolve.
 
     It computes with channels in blocks of 16: a 3x3 convolution of 256 channels on images of 4x4 takes 1.03
     times its weights beside inputs and outputs, a patch embedding of three channels 5 times (torch 2.13,
     x86-64 with AVX-512). Depthwise weights are not copied in this way.
+
+    Args:
+        model_desc: The model.
+        kernels: FQNs of the weights of its convolutions.
     """
     nbytes = {
         operator.name: sum(
@@ -172,7 +176,7 @@ def blocked_weights(model_desc: ModelDesc) -> dict[str, int]:
             // math.prod(parameter.shape[:2])
             * math.prod(_BLOCK * math.ceil(channels / _BLOCK) for channels in parameter.shape[:2])
             for parameter in operator.parameters
-            if len(parameter.shape) > 2 and parameter.shape[1] > 1
+            if parameter.name in kernels and parameter.nbytes and parameter.shape[1] > 1
         )
         for operator in model_desc.operators
     }

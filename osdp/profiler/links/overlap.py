@@ -1,5 +1,6 @@
 """Measured overlap: what an asynchronous all-reduce and backward-like compute hide of each other."""
 
+import math
 from collections.abc import Callable, Sequence
 from statistics import median, quantiles
 
@@ -36,7 +37,8 @@ class OverlapProbe:
         repeats: Number of samples.
 
     Attributes:
-        spread: Half the range between the quartiles of the samples, of the method where it is widest.
+        spread: How far the results may be off: half the range between the quartiles of the samples over the
+            root of their number, of the method where it is widest.
     """
 
     def __init__(
@@ -116,7 +118,7 @@ class OverlapProbe:
         """The part of ``hidden`` behind ``long``; a round's runs are under like conditions."""
         rounds = self._time((long, hidden, both), self._repeats)
         low, _, high = quantiles((hidden_part(*each) for each in rounds), n=4, method="inclusive")
-        self.spread = max(self.spread, (high - low) / 2)
+        self.spread = max(self.spread, (high - low) / 2 / math.sqrt(len(rounds)))
         return hidden_part(*map(self._timing.typical, zip(*rounds, strict=True)))
 
     def _time(self, runs: Sequence[Callable[[], None]], repeats: int) -> list[list[float]]:

@@ -3,6 +3,7 @@
 :mod:`osdp.profiler.links.fsdp_probe` times FSDP2, which shards; replicated parameters are osdp's own.
 """
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -24,7 +25,7 @@ _ROUNDS = 12
 
 
 def measure_hooks(mesh: DeviceMesh, device: torch.device, timing: Timing) -> tuple[float, float, float]:
-    """Seconds that hooks take per gradient of a replicated parameter, and per pass; their relative spread.
+    """Seconds that hooks take per gradient of a replicated parameter, and per pass; how far they may be off.
 
     A pass is a forward and its backward. Times a small and a larger toy model, plain and replicated; all of
     their gradients share a bucket, whose all-reduce is subtracted. Every rank of ``mesh`` must call this; the
@@ -73,7 +74,9 @@ def measure_hooks(mesh: DeviceMesh, device: torch.device, timing: Timing) -> tup
     more = (many_planned - many) - (few_planned - few)
     per_gradient = max(0.0, more / (gradients[1] - gradients[0]))
     per_pass = max(0.0, few_planned - few - alone - gradients[0] * per_gradient)
-    return per_gradient, per_pass, max(0.0, relative_spread(slowest[:, -1].tolist()))
+    hooks = slowest[:, 4] - slowest[:, 2] - slowest[:, 0]
+    spread = max(0.0, relative_spread(hooks.tolist())) / math.sqrt(len(hooks))
+    return per_gradient, per_pass, spread
 
 
 def _replicated(model: nn.Module, num_ranks: int) -> Plan:

@@ -60,7 +60,7 @@ class ReplicatedParameter:
         self.owned = owned
         self.name = owned.name
         self.stored = owned.parameter
-        # Beside sharded ones it is a DTensor, too, and computes with plain tensors where they all would.
+        # Sharded parameters compute with plain tensors (masks, averages): that must not depend on the plan.
         compute_as_whole(self.stored)
         self.path = GradientPath()
         local = self.local

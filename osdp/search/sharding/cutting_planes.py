@@ -401,8 +401,9 @@ class CuttingPlaneSearch:
         # Mixtures are of chains that take too much and too little. Those that fit lie between.
         for factor in () if deadline.is_over else _DEARER:
             dearer = np.where(limited, factor * relaxed.weights, relaxed.weights)
-            if (column := chains.cheapest(rows @ dearer)) is not None:
-                columns.append(column)
+            column = chains.cheapest(rows @ dearer)
+            assert column is not None  # as above
+            columns.append(column)
         return bound, best
 
     def is_proven(self, seconds: float) -> bool:

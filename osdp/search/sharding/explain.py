@@ -16,7 +16,7 @@ from osdp.cost.sharding.strategies import (
     sliced,
 )
 from osdp.model.description import Operator
-from osdp.plan.choices import KEPT, OF_BLOCK
+from osdp.plan.choices import BY_EXCHANGE, KEPT, OF_BLOCK
 from osdp.plan.search_options import SearchOptions
 from osdp.plan.sharding import UNGROUPED, Mode
 from osdp.search.sharding.candidates import can_share_unit
@@ -178,8 +178,7 @@ def _named_strategies(problem: ShardingProblem, options: SearchOptions) -> Itera
     by_exchange = problem.costs.by_group[0].shard_group.route.by_exchange
     for mode in flat:
         if mode in options.allowed:
-            # As osdp.plan.choices.choice_of names them.
-            way = " by exchange" * (by_exchange and mode is Mode.SHARD_OPTIMIZER)
+            way = BY_EXCHANGE * (by_exchange and mode is Mode.SHARD_OPTIMIZER)
             yield f"{mode}{way}", STRATEGY_OF[mode]
     for number, costs in enumerate(problem.costs.by_group[1:], start=1):
         group = costs.shard_group

@@ -93,7 +93,12 @@ def test_under_a_limit_that_nothing_fits_there_is_no_chain() -> None:
     problem = random_problem(0, 2, 2)
     choice = root_choices(problem.timeline.root, SearchOptions())[0]
     found = CostedCandidates.of(problem, SearchOptions(), root_unit=choice.has_unit)
-    assert not FittingChains.of(found.needs, choice.cost(problem), 1.0).any_fits
+    chains, costs = FittingChains.of(found.needs, choice.cost(problem), 1.0), np.ones(len(found.space.start))
+    assert not chains.any_fits and chains.cheapest(costs) is None
+    # Nor is there one among no steps at all.
+    none = FittingChains.of(found.needs, choice.cost(problem), 1e15).tighter(np.inf)
+    assert len(none.source) == 0 and not none.any_fits
+    assert none.cheapest(costs) is None and len(none.within(costs, 1.0).source) == 0
 
 
 @pytest.mark.parametrize("seed", [0, 5])
