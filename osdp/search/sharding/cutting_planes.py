@@ -73,6 +73,8 @@ _MARGINS = 6
 _MIXED_ENOUGH = 1e-3
 #: Seconds in which the chains that fit are known roughly only.
 LITTLE_TIME = 3.0
+#: Then other choices of root come first once this one is proven to so much of its time.
+_NEAR = 0.02
 #: Part of the time that is left which initial plans, and local improvements of each choice of root, may take.
 _TIME_PARTS = 4
 #: Relative gap below which a first look is not widened; a tenth of HiGHS's own tolerance.
@@ -305,7 +307,8 @@ class CuttingPlaneSearch:
             if near is not None:
                 best, upper = near, near[0].seconds
             stays = upper == before[1] and self.bound - before[0] <= _MIXED_ENOUGH * self.bound
-            if self.num_rows == known or (stays and few and np.isfinite(upper)):
+            near = self.bound >= upper * (1 - _NEAR)
+            if self.num_rows == known or (few and np.isfinite(upper) and (stays or near)):
                 break
         return best
 
