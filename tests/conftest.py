@@ -5,6 +5,7 @@ import os
 import tempfile
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
 import torch
 
@@ -13,6 +14,9 @@ from tests.helpers.load import slowdown
 
 def pytest_configure(config: pytest.Config) -> None:
     """Devices and models are measured once a run, and the user's measurements are left alone."""
+    # No test measures time: examples may take as long as a loaded machine needs.
+    hypothesis.settings.register_profile("untimed", deadline=None)
+    hypothesis.settings.load_profile("untimed")
     if not hasattr(config, "workerinput"):
         folder = tempfile.TemporaryDirectory(prefix="osdp-measured-")
         config.add_cleanup(folder.cleanup)

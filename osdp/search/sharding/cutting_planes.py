@@ -307,8 +307,8 @@ class CuttingPlaneSearch:
             if near is not None:
                 best, upper = near, near[0].seconds
             stays = upper == before[1] and self.bound - before[0] <= _MIXED_ENOUGH * self.bound
-            near = self.bound >= upper * (1 - _NEAR)
-            if self.num_rows == known or (few and np.isfinite(upper) and (stays or near)):
+            is_near = self.bound >= upper * (1 - _NEAR)
+            if self.num_rows == known or (few and np.isfinite(upper) and (stays or is_near)):
                 break
         return best
 
