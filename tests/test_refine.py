@@ -335,7 +335,7 @@ def test_a_plan_for_another_batch_is_left_again() -> None:
 def test_a_plan_is_not_left_for_a_machine_that_became_slower() -> None:
     """Steps of a machine varied by a fifth, and a plan was left that was a tenth faster."""
     (found, _) = run(2, looks_slower_under_the_next_plan, 1.4)
-    assert found[:3] == ("next", 3, "it took 1.3 s, and the plan before, measured again, 1.4 s")
+    assert found[:3] == ("next", 3, "the plan before, measured again, takes 1.4 s, and this one took 1.3 s")
 
 
 def switched_by_hand_while_it_refines(recorded: int, by_hand: bool) -> str:
