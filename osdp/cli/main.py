@@ -202,7 +202,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         app(arguments, standalone_mode=True)
     except ImportError as error:
         raise SystemExit(f"error: {_explain_missing(error)}") from error
-    except (ValueError, TypeError, OSError) as error:
+    except OSError as error:
+        # Its own text begins with a number.
+        facts = [str(each) for each in (error.filename, error.strerror) if each]
+        raise SystemExit(f"error: {': '.join(facts) or error}") from error
+    except (ValueError, TypeError) as error:
         raise SystemExit(f"error: {error}") from error
     except Exception as error:  # an error in the command, or in the function that makes the model
         last = traceback.extract_tb(error.__traceback__)[-1]
