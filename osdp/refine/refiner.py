@@ -14,6 +14,7 @@ import weakref
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from functools import partial
 from statistics import median
 
 import torch
@@ -324,23 +325,7 @@ class Refiner:
             self._switch(before, seconds)
             return
 
-        def search() -> NextPlan | str:
-            try:
-                return next_plan(
-                    plan,
-                    self._basis,
-                    measured,
-                    steps_left=self._left,
-                    known_links=self._known,
-                    most=self._most,
-                    tries=self._switches == 0 and not self._keeps,
-                )
-            except InfeasibleError as error:
-                return f"under what was measured no plan fits: {error}"
-            except Exception as error:  # whatever it is, the training goes on
-                return f"plans cannot be searched: {type(error).__name__}: {error}"
-
-        other = on_first_rank(search, group)
+        other = on_first_rank(partial(self._search, plan, measured), group)
         if isinstance(other, str):
             self._end(seconds, other, level=logging.WARNING)
         elif other.in_doubt and self._round < ROUNDS:
@@ -349,6 +334,23 @@ class Refiner:
             self._steps_at_start = self._steps - SETTLING
         else:
             self._take(other, seconds)
+
+    def _search(self, plan: Plan, measured: StepMeasurement) -> NextPlan | str:
+        """The next plan, or why there is none."""
+        try:
+            return next_plan(
+                plan,
+                self._basis,
+                measured,
+                steps_left=self._left,
+                known_links=self._known,
+                most=self._most,
+                tries=self._switches == 0 and not self._keeps,
+            )
+        except InfeasibleError as error:
+            return f"under what was measured no plan fits: {error}"
+        except Exception as error:  # whatever it is, the training goes on
+            return f"plans cannot be searched: {type(error).__name__}: {error}"
 
     def _compare_again(self, other: Plan, seconds: float, now: float, margin: float) -> None:
         """End: stay, unless the other plan was no slower than this one is now.

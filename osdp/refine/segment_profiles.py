@@ -191,22 +191,23 @@ def blocked_weights(model_desc: ModelDesc, kernels: Collection[str]) -> dict[str
 def with_workspace(profile: Profile, nbytes: Mapping[str, int]) -> Profile:
     """The profile of segments whose passes take more bytes while they run, by signature."""
 
-    def longer(each: PassProfile, more: int) -> PassProfile:
-        late, given = each.gradient_peak_bytes, each.bucket_peak_bytes
-        return replace(
-            each,
-            peak_bytes=each.peak_bytes + more,
-            gradient_peak_bytes=None if late is None else late + more,
-            bucket_peak_bytes=None if given is None else given + more,
-        )
-
     def with_more(segment: SegmentProfile) -> SegmentProfile:
         more = nbytes.get(segment.signature, 0)
-        return replace(
-            segment, forward=longer(segment.forward, more), backward=longer(segment.backward, more)
-        )
+        passes = (_with_peaks(each, lambda peak: peak + more) for each in (segment.forward, segment.backward))
+        forward, backward = passes
+        return replace(segment, forward=forward, backward=backward)
 
     return replace(profile, segments=tuple(map(with_more, profile.segments)))
+
+
+def _with_peaks(each: PassProfile, change: Callable[[int], int]) -> PassProfile:
+    late, given = each.gradient_peak_bytes, each.bucket_peak_bytes
+    return replace(
+        each,
+        peak_bytes=change(each.peak_bytes),
+        gradient_peak_bytes=None if late is None else change(late),
+        bucket_peak_bytes=None if given is None else change(given),
+    )
 
 
 def calls_of(model_desc: ModelDesc, module: str) -> list[Segment]:
@@ -221,14 +222,7 @@ def with_more_activations(profile: Profile, factor: Callable[[SegmentProfile], f
         def more(nbytes: int) -> int:
             return math.ceil(times * nbytes)
 
-        late, given = each.gradient_peak_bytes, each.bucket_peak_bytes
-        return replace(
-            each,
-            live_bytes=more(each.live_bytes),
-            peak_bytes=more(each.peak_bytes),
-            gradient_peak_bytes=None if late is None else more(late),
-            bucket_peak_bytes=None if given is None else more(given),
-        )
+        return replace(_with_peaks(each, more), live_bytes=more(each.live_bytes))
 
     return replace(
         profile,
