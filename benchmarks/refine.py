@@ -391,12 +391,14 @@ def measure(options: Options) -> Result:
     for case in harness.progress(cases, len(cases), "refine"):
         if not any(name.startswith(f"{case}, ") for name in measured):
             most_rounds = LEAST_ROUNDS if options.quick else MOST_ROUNDS
-            result.add(*rows_of(case, steps=STEPS, most_rounds=most_rounds))
+            rows = rows_of(case, steps=STEPS, most_rounds=most_rounds)
+            result.add(*(row | {"commit": harness.commit()} for row in rows))
     judged = QUICK_CASES[0] if options.quick else first_step.LARGE.name
     firsts = (judged,) if options.quick else (judged, *first_step.OTHERS)
     for case in harness.progress(firsts, len(firsts), "first step"):
         if first_step.name_of(case) not in measured:
-            result.add(first_step.row_of(case, repeats=3 if case == judged and not options.quick else 1))
+            row = first_step.row_of(case, repeats=3 if case == judged and not options.quick else 1)
+            result.add(row | {"commit": harness.commit()})
     refined = [row for row in result.rows if not first_step.is_one(row)]
     by_name = {row["name"]: row for row in result.rows}
     result.summary = summarize(refined, [by_name[first_step.name_of(case)] for case in firsts])
